@@ -1,0 +1,100 @@
+"""Ledger: which requests are in the house. It alone decides who may come in, and that each ends exactly once."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from paged_engine.errors import ErrorCode, RequestError
+from paged_engine.serving.metrics import Outcome, ServiceMetrics
+from paged_engine.serving.ticket import Ticket
+
+_OUTCOMES = {
+    ErrorCode.INVALID_ARG: Outcome.INVALID,
+    ErrorCode.UNAVAILABLE: Outcome.UNAVAILABLE,
+    ErrorCode.CANCELLED: Outcome.CANCELLED,
+    ErrorCode.INTERNAL: Outcome.ERROR,
+}
+
+
+class Ledger:
+    """The requests taken in and not ended yet. Every method may be called from any thread."""
+
+    def __init__(self, max_running: int, max_waiting: int, metrics: ServiceMetrics) -> None:
+        """
+        Args:
+            max_running: requests that a step can work on (max_batch_size).
+            max_waiting: requests that may wait besides (max_queue_size).
+            metrics: counts the outcomes.
+        """
+        self._limit = max_running + max_waiting
+        self._limits = f"max_batch_size {max_running}, max_queue_size {max_waiting}"
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._live: dict[str, Ticket] = {}
+        self._num_begun = 0
+        self._closed: str | None = None
+
+    def admit(self, ticket: Ticket) -> None:
+        """Take a request in.
+
+        Raises:
+            RequestError: UNAVAILABLE, since the queue is full or nothing is taken in any more.
+        """
+        with self._lock:
+            if self._closed is not None:
+                raise RequestError.unavailable(self._closed)
+            if len(self._live) >= self._limit:
+                raise RequestError.unavailable(
+                    f"the queue is full: {len(self._live)} requests are running or waiting ({self._limits}); try again later"
+                )
+            self._live[ticket.request_id] = ticket
+
+    def close(self, reason: str) -> None:
+        """Refuse new requests from now on, for this reason. The first reason stands."""
+        with self._lock:
+            self._closed = self._closed or reason
+
+    @property
+    def closed(self) -> str | None:
+        """Why nothing is taken in any more; None as long as it is."""
+        return self._closed
+
+    def begin(self, ticket: Ticket) -> None:
+        """A step has worked on this request for the first time."""
+        with self._lock:
+            if not ticket.is_finished and not ticket.has_begun:
+                ticket.has_begun = True
+                self._num_begun += 1
+
+    def finish(self, ticket: Ticket, ending: Outcome | RequestError) -> bool:
+        """End a request, refused ones included, and count its outcome.
+
+        Returns:
+            False if it had ended before; then the first ending stands and nothing may be sent for this one.
+        """
+        with self._lock:
+            if ticket.is_finished:
+                return False
+            ticket.is_finished = True
+            self._live.pop(ticket.request_id, None)
+            self._num_begun -= ticket.has_begun
+        self._metrics.count_request(_OUTCOMES[ending.code] if isinstance(ending, RequestError) else ending)
+        if ticket.has_begun:
+            self._metrics.record(self._metrics.request_seconds, [time.monotonic() - ticket.arrival_time])
+        return True
+
+    def find(self, request_id: str) -> Ticket | None:
+        """A live request by its id."""
+        with self._lock:
+            return self._live.get(request_id)
+
+    def live(self) -> list[Ticket]:
+        """All requests that have not ended, in order of arrival."""
+        with self._lock:
+            return list(self._live.values())
+
+    def counts(self) -> tuple[int, int]:
+        """How many requests a step has worked on, and how many still wait for that."""
+        with self._lock:
+            return self._num_begun, len(self._live) - self._num_begun

@@ -1,0 +1,146 @@
+"""From the engine's outputs to the tensors of responses, in vllm_backend's formats.
+
+Text, token counts, ids and logprobs of a response are what came since the one before it; finish_reason and
+cumulative_logprob are as of now.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_engine.errors import RequestError
+from paged_engine.scheduling.sequence import FinishReason
+from paged_engine.serving.contract import ParsedRequest
+
+if TYPE_CHECKING:
+    from paged_engine.engine import Output
+    from paged_engine.execution.sampling import SampledToken
+
+_LOGPROB_FLOOR = -9999.0
+"""Stands for minus infinity, for which JSON has no number; vLLM's servers send the same."""
+_FLOAT32_LOWEST = float(np.finfo(np.float32).min)
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response: tensors, or an error. The last one of a request is final."""
+
+    tensors: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    error: RequestError | None = None
+    is_final: bool = False
+
+    @classmethod
+    def failed(cls, error: RequestError) -> Response:
+        """The final response of a request that ends badly."""
+        return cls(error=error, is_final=True)
+
+
+@dataclass
+class _Pending:
+    """What one sequence has brought since the last response."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[SampledToken] = field(default_factory=list)
+
+
+class ResponseAssembler:
+    """Collects one request's outputs and says when there is a response to send.
+
+    Streaming: one for each step that has text, and a last one. Otherwise exactly one, at the end.
+    """
+
+    def __init__(
+        self,
+        parsed: ParsedRequest,
+        num_prompt_tokens: int,
+        prompt_text: str,
+        decode_token: Callable[[int], str],
+    ) -> None:
+        """
+        Args:
+            parsed: the request; its options say which outputs are wanted.
+            num_prompt_tokens: for `num_input_tokens`.
+            prompt_text: stands in front of the text of each sequence; "" where the prompt is not wanted.
+            decode_token: the text of one token on its own, for `logprobs`.
+        """
+        self._options = parsed.options
+        self._reports_logprobs = parsed.reports_logprobs
+        self._num_prompt_tokens = num_prompt_tokens
+        self._decode_token = decode_token
+        num_sequences = parsed.request.sampling.n
+        self._pending = [_Pending(text=prompt_text) for _ in range(num_sequences)]
+        self._finish_reasons: list[FinishReason | None] = [None] * num_sequences
+        self._cumulative_logprobs = [0.0] * num_sequences
+
+    def add(self, outputs: Sequence[Output]) -> Response | None:
+        """Take what one step brought; returns the response to send now, if there is one."""
+        for output in outputs:
+            if output.error is not None:
+                return Response.failed(output.error)
+            pending = self._pending[output.index]
+            pending.text += output.text
+            pending.token_ids.extend(output.token_ids)
+            pending.logprobs.extend(output.logprobs)
+            self._finish_reasons[output.index] = output.finish_reason
+            if output.cumulative_logprob is not None:
+                self._cumulative_logprobs[output.index] = output.cumulative_logprob
+        is_final = None not in self._finish_reasons
+        has_text = any(pending.text for pending in self._pending)
+        if is_final or (self._options.stream and has_text):
+            return self._take(is_final)
+        return None
+
+    def _take(self, is_final: bool) -> Response:
+        pending = self._pending
+        self._pending = [_Pending() for _ in pending]
+        options = self._options
+        tensors = {"text_output": _strings([item.text for item in pending])}
+        if options.return_finish_reason:
+            reasons = ["None" if reason is None else reason.value for reason in self._finish_reasons]
+            tensors["finish_reason"] = _strings(reasons)
+        if options.return_num_input_tokens:
+            tensors["num_input_tokens"] = np.array([self._num_prompt_tokens], np.uint32)
+        if options.return_num_output_tokens:
+            tensors["num_output_tokens"] = np.array([len(item.token_ids) for item in pending], np.uint32)
+        if options.return_token_ids:
+            tensors["token_ids"] = np.array([token for item in pending for token in item.token_ids], np.int32)
+        if options.return_cumulative_logprob:
+            values = [max(value, _FLOAT32_LOWEST) for value in self._cumulative_logprobs]
+            tensors["cumulative_logprob"] = np.array(values, np.float32)
+        if options.return_logprobs:
+            tensors["logprobs"] = _strings([self._logprobs_json(item.logprobs) for item in pending])
+        return Response(tensors, is_final=is_final)
+
+    def _logprobs_json(self, tokens: Sequence[SampledToken]) -> str:
+        """A list over the tokens of {token_id: {logprob, rank, decoded_token}}, the chosen token first."""
+        if not self._reports_logprobs:
+            return "null"
+        entries = []
+        for token in tokens:
+            entry = {str(token.token_id): self._logprob_entry(token.token_id, token.logprob, token.rank)}
+            for other in token.top:
+                entry.setdefault(
+                    str(other.token_id), self._logprob_entry(other.token_id, other.logprob, other.rank)
+                )
+            entries.append(entry)
+        return json.dumps(entries, allow_nan=False)
+
+    def _logprob_entry(self, token_id: int, logprob: float | None, rank: int | None) -> dict[str, Any]:
+        finite = logprob is not None and math.isfinite(logprob)
+        return {
+            "logprob": logprob if finite else _LOGPROB_FLOOR,
+            "rank": rank,
+            "decoded_token": self._decode_token(token_id),
+        }
+
+
+def _strings(values: Sequence[str]) -> npt.NDArray[np.object_]:
+    return np.array([value.encode() for value in values], dtype=np.object_)

@@ -1,0 +1,169 @@
+"""Triton's Python API behind the service's own interfaces; besides model.py the only place that knows it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from paged_engine.config import EngineConfig
+from paged_engine.serving.metrics import NoMetrics, ServiceMetrics
+from paged_engine.serving.outputs import Response
+from paged_engine.serving.sources import RawRequest
+
+logger = logging.getLogger(__name__)
+
+_BACKEND_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
+"""Keys of config.pbtxt's `parameters` that belong to Triton's Python backend."""
+
+
+def read_config(arguments: Mapping[str, str]) -> EngineConfig:
+    """The configuration in what Triton passes to `initialize`.
+
+    An instance that Triton has placed on a GPU (KIND_GPU) runs there, unless the parameter `device` says otherwise.
+
+    Raises:
+        ConfigurationError: names the key, its value and what is allowed.
+    """
+    parameters = json.loads(arguments["model_config"]).get("parameters", {})
+    config = EngineConfig.from_parameters(
+        {key: value["string_value"] for key, value in parameters.items() if key not in _BACKEND_PARAMETERS}
+    )
+    if config.device == "auto" and arguments["model_instance_kind"] == "GPU":
+        return config.model_copy(update={"device": f"cuda:{arguments['model_instance_device_id']}"})
+    return config
+
+
+def open_metrics(arguments: Mapping[str, str]) -> ServiceMetrics:
+    """The metrics of the instance that `initialize` was called for; they go nowhere on a server without metrics."""
+    labels = _metric_labels(arguments)
+    try:
+        return ServiceMetrics(TritonMetrics(), labels)
+    except pb_utils.TritonModelException as error:
+        if "not supported" not in str(error):
+            raise
+        logger.info("no metrics: %s", error)
+        return ServiceMetrics(NoMetrics(), labels)
+
+
+def _metric_labels(arguments: Mapping[str, str]) -> dict[str, str]:
+    """Model, version, and the instance's name where there are several."""
+    labels = {"model": arguments["model_name"], "version": arguments["model_version"]}
+    groups = json.loads(arguments["model_config"]).get("instance_group", [])
+    num_instances = sum(group.get("count", 1) * max(1, len(group.get("gpus", []))) for group in groups)
+    if num_instances > 1:
+        labels["instance"] = arguments["model_instance_name"]
+    return labels
+
+
+def read_request(request: Any) -> RawRequest:
+    """Copy what a request holds: its arrays are views of shared memory that is gone after `execute`."""
+    return RawRequest(
+        tensors={tensor.name(): _elements(tensor.as_numpy()) for tensor in request.inputs()},
+        parameters=request.parameters() or "{}",
+    )
+
+
+def _elements(array: Any) -> list[Any]:
+    flat = array.reshape(-1)
+    if flat.dtype == np.float32:
+        # 0.1 shall mean the same as a tensor and in JSON, and read the same in an error.
+        return [float(str(value)) for value in flat]
+    elements: list[Any] = flat.tolist()
+    return elements
+
+
+class TritonResponder:
+    """Responder over the response sender of one request."""
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+
+    def send(self, response: Response) -> None:
+        """See `Responder.send`."""
+        self._sender.send(
+            pb_utils.InferenceResponse(
+                output_tensors=[pb_utils.Tensor(name, array) for name, array in response.tensors.items()],
+                error=None if response.error is None else _triton_error(response.error),
+            ),
+            flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if response.is_final else 0,
+        )
+
+    def cancelled(self) -> bool:
+        """See `Responder.cancelled`."""
+        return bool(self._sender.is_cancelled())
+
+
+def _triton_error(error: Any) -> Any:
+    return pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, error.code.value))
+
+
+class TritonMetrics:
+    """MetricsRegistry over Triton's /metrics."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, Any] = {}
+        self._series: list[_TritonSeries] = []
+
+    def counter(self, name: str, description: str, labels: Mapping[str, str]) -> _TritonSeries:
+        """See `MetricsRegistry.counter`."""
+        return self._add(pb_utils.MetricFamily.COUNTER, name, description, labels)
+
+    def gauge(self, name: str, description: str, labels: Mapping[str, str]) -> _TritonSeries:
+        """See `MetricsRegistry.gauge`."""
+        return self._add(pb_utils.MetricFamily.GAUGE, name, description, labels)
+
+    def histogram(
+        self, name: str, description: str, labels: Mapping[str, str], buckets: Sequence[float]
+    ) -> _TritonSeries:
+        """See `MetricsRegistry.histogram`."""
+        return self._add(pb_utils.MetricFamily.HISTOGRAM, name, description, labels, buckets=list(buckets))
+
+    def close(self) -> None:
+        """See `MetricsRegistry.close`; series go before their families, as Triton asks."""
+        for series in self._series:
+            series.metric = None
+        self._series.clear()
+        self._families.clear()
+
+    def _add(
+        self, kind: Any, name: str, description: str, labels: Mapping[str, str], **more: Any
+    ) -> _TritonSeries:
+        if name not in self._families:
+            self._families[name] = pb_utils.MetricFamily(name=name, description=description, kind=kind)
+        series = _TritonSeries(self._families[name].Metric(labels=dict(labels), **more))
+        self._series.append(series)
+        return series
+
+
+class _TritonSeries:
+    """One series of any kind."""
+
+    def __init__(self, metric: Any) -> None:
+        self.metric = metric
+
+    def increment(self, difference: float) -> None:
+        """See `Adjustable.increment`."""
+        self.metric.increment(difference)
+
+    def observe(self, value: float) -> None:
+        """See `Observable.observe`."""
+        self.metric.observe(value)
+
+
+class TritonLogHandler(logging.Handler):
+    """Sends Python's log records to the server's log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log one record at Triton's nearest level."""
+        message = self.format(record)
+        if record.levelno >= logging.ERROR:
+            pb_utils.Logger.log_error(message)
+        elif record.levelno >= logging.WARNING:
+            pb_utils.Logger.log_warn(message)
+        else:
+            pb_utils.Logger.log_info(message)

@@ -1,0 +1,183 @@
+"""Responses: when there is one, and what is in its tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paged_engine.config import EngineConfig
+from paged_engine.engine import Output
+from paged_engine.errors import RequestError
+from paged_engine.execution.sampling import SampledToken, TokenLogprob
+from paged_engine.scheduling.sequence import FinishReason
+from paged_engine.serving.contract import Contract
+from paged_engine.serving.inputs import OUTPUTS
+from paged_engine.serving.outputs import Response, ResponseAssembler
+from paged_engine.serving.sources import RawRequest
+
+NUMPY_TYPES = {
+    "TYPE_STRING": np.object_,
+    "TYPE_UINT32": np.uint32,
+    "TYPE_INT32": np.int32,
+    "TYPE_FP32": np.float32,
+}
+EVERYTHING: dict[str, Any] = {f"return_{item.name}": True for item in OUTPUTS if item.name != "text_output"}
+
+
+def assembler(prompt_text: str = "", **tensors: Any) -> ResponseAssembler:
+    raw = RawRequest({"text_input": [b"hi"], **{name: [value] for name, value in tensors.items()}})
+    parsed = Contract(EngineConfig(model="unused"), frozenset()).parse(raw, "7")
+    return ResponseAssembler(
+        parsed, num_prompt_tokens=4, prompt_text=prompt_text, decode_token=lambda token: f"<{token}>"
+    )
+
+
+def output(text: str = "", *token_ids: int, index: int = 0, **more: Any) -> Output:
+    return Output("7", index, num_prompt_tokens=4, text=text, token_ids=token_ids, **more)
+
+
+def values(response: Response | None) -> dict[str, list[Any]]:
+    assert response is not None
+    return {
+        name: [item.decode() if isinstance(item, bytes) else item for item in array.tolist()]
+        for name, array in response.tensors.items()
+    }
+
+
+def test_only_what_was_asked_for_is_sent() -> None:
+    last = output("a", 1, finish_reason=FinishReason.STOP)
+    assert values(assembler().add([last])) == {"text_output": ["a"]}
+    assert values(assembler(return_token_ids=True).add([last])) == {"text_output": ["a"], "token_ids": [1]}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_types_and_shapes_are_those_declared(n: int) -> None:
+    wanted = assembler(n=n, logprobs=0, **EVERYTHING)
+    token = SampledToken(1, -0.5, 1)
+    last = {"finish_reason": FinishReason.LENGTH, "logprobs": (token,), "cumulative_logprob": -0.5}
+    response = wanted.add([output("a", 1, index=index, **last) for index in range(n)])
+    assert response is not None
+    assert list(response.tensors) == [item.name for item in OUTPUTS]
+    for item in OUTPUTS:
+        array = response.tensors[item.name]
+        assert array.dtype == NUMPY_TYPES[item.datatype]
+        assert array.shape == ((n,) if item.is_list else (1,))
+
+
+def test_streamed_counts_and_ids_are_those_since_the_response_before() -> None:
+    stream = assembler(
+        stream=True,
+        return_finish_reason=True,
+        return_num_output_tokens=True,
+        return_token_ids=True,
+        return_num_input_tokens=True,
+    )
+    assert values(stream.add([output("a", 1)])) == {
+        "text_output": ["a"],
+        "finish_reason": ["None"],
+        "num_input_tokens": [4],
+        "num_output_tokens": [1],
+        "token_ids": [1],
+    }
+    assert stream.add([output("", 2)]) is None
+    assert stream.add([output("", 3)]) is None
+    last = stream.add([output("bcd", 4, finish_reason=FinishReason.STOP)])
+    assert last is not None
+    assert last.is_final
+    assert values(last)["token_ids"] == [2, 3, 4]
+    assert values(last)["num_output_tokens"] == [3]
+    assert values(last)["finish_reason"] == ["stop"]
+
+
+def test_without_streaming_everything_is_in_one_response() -> None:
+    whole = assembler(return_num_output_tokens=True, return_token_ids=True)
+    assert whole.add([output("a", 1)]) is None
+    response = whole.add([output("b", 2, finish_reason=FinishReason.LENGTH)])
+    assert values(response) == {"text_output": ["ab"], "num_output_tokens": [2], "token_ids": [1, 2]}
+
+
+def test_a_last_response_is_sent_even_without_text() -> None:
+    response = assembler(stream=True).add([output("", 0, finish_reason=FinishReason.STOP)])
+    assert response is not None
+    assert response.is_final
+    assert values(response)["text_output"] == [""]
+
+
+def test_several_sequences_share_responses_and_the_last_to_end_makes_it_final() -> None:
+    stream = assembler(
+        stream=True, n=2, return_finish_reason=True, return_num_output_tokens=True, return_token_ids=True
+    )
+    first = stream.add([output("a", 1), output("x", 9, index=1, finish_reason=FinishReason.STOP)])
+    assert values(first) == {
+        "text_output": ["a", "x"],
+        "finish_reason": ["None", "stop"],
+        "num_output_tokens": [1, 1],
+        "token_ids": [1, 9],
+    }
+    assert first is not None
+    assert not first.is_final
+    last = stream.add([output("b", 2, finish_reason=FinishReason.LENGTH)])
+    assert last is not None
+    assert last.is_final
+    assert values(last) == {
+        "text_output": ["b", ""],
+        "finish_reason": ["length", "stop"],
+        "num_output_tokens": [1, 0],
+        "token_ids": [2],
+    }
+
+
+def test_the_prompt_stands_in_front_of_each_sequence_once() -> None:
+    whole = assembler("hi ", n=2)
+    assert whole.add([output("a"), output("b", index=1)]) is None
+    last: dict[str, Any] = {"finish_reason": FinishReason.STOP}
+    assert values(whole.add([output("c", **last), output("d", index=1, **last)]))["text_output"] == [
+        "hi ac",
+        "hi bd",
+    ]
+
+
+def test_an_error_is_final_and_carries_no_text() -> None:
+    error = RequestError.internal("broken")
+    response = assembler(stream=True).add([output("a", 1), output(error=error)])
+    assert response == Response(error=error, is_final=True)
+
+
+def test_logprobs_are_strict_json_in_vllm_s_format() -> None:
+    whole = assembler(logprobs=2, return_logprobs=True)
+    tokens = (
+        SampledToken(5, -1.5, 3, (TokenLogprob(8, -0.25, 1), TokenLogprob(9, -math.inf, 2))),
+        SampledToken(8, -0.25, 1, (TokenLogprob(8, -0.25, 1),)),
+    )
+    response = whole.add([output("ab", 5, 8, logprobs=tokens, finish_reason=FinishReason.STOP)])
+
+    def refuse(constant: str) -> None:
+        pytest.fail(f"{constant} is not JSON")
+
+    assert json.loads(values(response)["logprobs"][0], parse_constant=refuse) == [
+        {
+            "5": {"logprob": -1.5, "rank": 3, "decoded_token": "<5>"},
+            "8": {"logprob": -0.25, "rank": 1, "decoded_token": "<8>"},
+            "9": {"logprob": -9999.0, "rank": 2, "decoded_token": "<9>"},
+        },
+        {"8": {"logprob": -0.25, "rank": 1, "decoded_token": "<8>"}},
+    ]
+
+
+def test_logprobs_that_were_not_computed_are_null() -> None:
+    whole = assembler(return_logprobs=True, return_cumulative_logprob=True)
+    token = SampledToken(5, -1.5, 1)
+    last = output("a", 5, logprobs=(token,), cumulative_logprob=-1.5, finish_reason=FinishReason.STOP)
+    got = values(whole.add([last]))
+    assert got["logprobs"] == ["null"]
+    assert got["cumulative_logprob"] == [-1.5]
+
+
+def test_the_cumulative_logprob_is_finite() -> None:
+    whole = assembler(return_cumulative_logprob=True)
+    last = output("a", 5, cumulative_logprob=-math.inf, finish_reason=FinishReason.STOP)
+    assert math.isfinite(values(whole.add([last]))["cumulative_logprob"][0])

@@ -1,0 +1,118 @@
+"""What is read from Triton's arguments and requests; a real server tells the rest (tests/server)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from serving_harness import MemoryMetrics
+
+from paged_engine.engine import EngineStatistics
+from paged_engine.errors import ConfigurationError
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, which can only be imported where Triton's own is."""
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", ModuleType("triton_python_backend_utils"))
+    monkeypatch.delitem(sys.modules, "paged_engine.serving.triton", raising=False)
+    from paged_engine.serving import triton
+
+    return triton
+
+
+def arguments(parameters: dict[str, str], kind: str = "CPU", **model_config: Any) -> dict[str, str]:
+    written = {key: {"string_value": value} for key, value in parameters.items()}
+    return {
+        "model_config": json.dumps({"parameters": written, **model_config}),
+        "model_instance_kind": kind,
+        "model_instance_device_id": "1",
+        "model_instance_name": "llm_0_1",
+        "model_name": "llm",
+        "model_version": "3",
+    }
+
+
+def test_parameters_of_the_python_backend_are_not_ours(triton: ModuleType) -> None:
+    config = triton.read_config(
+        arguments({"model": "x", "page_size": "32", "EXECUTION_ENV_PATH": "y", "max_num_tokens": "${UNSET}"})
+    )
+    assert (config.page_size, config.max_num_tokens) == (32, 2048)
+    with pytest.raises(ConfigurationError, match="chunk_sze"):
+        triton.read_config(arguments({"model": "x", "chunk_sze": "1"}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "effective"),
+    [("GPU", "auto", "cuda:1"), ("GPU", "cpu", "cpu"), ("CPU", "auto", "auto"), ("MODEL", "auto", "auto")],
+)
+def test_an_instance_placed_on_a_gpu_runs_there(
+    triton: ModuleType, kind: str, device: str, effective: str
+) -> None:
+    assert triton.read_config(arguments({"model": "x", "device": device}, kind)).device == effective
+
+
+def test_requests_are_copied_out_of_shared_memory(triton: ModuleType) -> None:
+    shared = {
+        "text_input": np.array([b"\xffhi"], dtype=np.object_),
+        "temperature": np.array([0.1], np.float32),
+        "top_p": np.array([np.nan], np.float32),
+        "seed": np.array([2**64 - 1], np.uint64),
+        "input_ids": np.array([], np.int32),
+        "stream": np.array([True]),
+    }
+
+    def tensor(name: str, array: Any) -> Any:
+        return SimpleNamespace(name=lambda: name, as_numpy=lambda: array)
+
+    inputs = [tensor(name, array) for name, array in shared.items()]
+    raw = triton.read_request(SimpleNamespace(inputs=lambda: inputs, parameters=lambda: ""))
+    assert raw.tensors["text_input"] == [b"\xffhi"]
+    assert raw.tensors["temperature"] == [0.1]
+    assert str(raw.tensors["top_p"]) == "[nan]"
+    assert raw.tensors["seed"] == [2**64 - 1]
+    assert raw.tensors["input_ids"] == []
+    assert raw.tensors["stream"] == [True]
+    assert raw.parameters == "{}"
+
+
+def test_a_server_built_without_metrics_serves_all_the_same(
+    triton: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class TritonModelException(Exception):
+        pass
+
+    class MetricFamily:
+        COUNTER = GAUGE = HISTOGRAM = 0
+
+        def __init__(self, **arguments: Any) -> None:
+            raise TritonModelException("metrics not supported")
+
+    monkeypatch.setattr(triton.pb_utils, "TritonModelException", TritonModelException, raising=False)
+    monkeypatch.setattr(triton.pb_utils, "MetricFamily", MetricFamily, raising=False)
+    metrics = triton.open_metrics(arguments({"model": "x"}))
+    metrics.record(metrics.queue_seconds, [1.0])
+    metrics.publish(EngineStatistics(*range(10)), 1, 2)
+    metrics.close()
+
+
+def test_the_instance_is_a_label_where_there_are_several(
+    triton: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = MemoryMetrics()
+    monkeypatch.setattr(triton, "TritonMetrics", lambda: registry)
+    monkeypatch.setattr(triton.pb_utils, "TritonModelException", Exception, raising=False)
+
+    def instance_labels(groups: list[dict[str, Any]]) -> set[str | None]:
+        registry.values.clear()
+        triton.open_metrics(arguments({"model": "x"}, instance_group=groups))
+        return {dict(labels).get("instance") for _, labels in registry.values}
+
+    assert instance_labels([{"count": 1, "kind": "KIND_MODEL"}]) == {None}
+    assert instance_labels([{"count": 2}]) == {"llm_0_1"}
+    assert instance_labels([{"count": 1, "gpus": [0, 1]}]) == {"llm_0_1"}
+    assert registry.value("llm_requests_total", model="llm", version="3") == 0
