@@ -20,12 +20,16 @@ def test_true_is_written_in_several_ways(value: str) -> None:
 
 @pytest.mark.parametrize("value", ["False", "false", "0"])
 def test_false_is_written_in_several_ways(value: str) -> None:
-    assert EngineConfig.from_parameters(parameters(enable_chunked_prefill=value)).enable_chunked_prefill is False
+    assert (
+        EngineConfig.from_parameters(parameters(enable_chunked_prefill=value)).enable_chunked_prefill is False
+    )
 
 
 @pytest.mark.parametrize("value", ["yes", "maybe", "2", "on", "1.0"])
 def test_other_words_are_no_booleans(value: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"enable_chunked_prefill must be true or false, got {value}"):
+    with pytest.raises(
+        ConfigurationError, match=f"enable_chunked_prefill must be true or false, got {value}"
+    ):
         EngineConfig.from_parameters(parameters(enable_chunked_prefill=value))
 
 
@@ -34,7 +38,9 @@ def test_empty_and_unexpanded_values_mean_unset(value: str) -> None:
     assert EngineConfig.from_parameters(parameters(page_size=value)).page_size == 16
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "16.0", "1e3", "sixteen", "0x10", "1_000", "99999999999999999999999"])
+@pytest.mark.parametrize(
+    "value", ["0", "-1", "16.0", "1e3", "sixteen", "0x10", "1_000", "99999999999999999999999"]
+)
 def test_a_bad_page_size_names_key_value_and_range(value: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         EngineConfig.from_parameters(parameters(page_size=value))
@@ -43,7 +49,11 @@ def test_a_bad_page_size_names_key_value_and_range(value: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "suggestion"),
-    [("page_sze", "page_size"), ("max_tokens", "max_num_tokens"), ("ENABLE_CHUNKED_PREFILL", "enable_chunked_prefill")],
+    [
+        ("page_sze", "page_size"),
+        ("max_tokens", "max_num_tokens"),
+        ("ENABLE_CHUNKED_PREFILL", "enable_chunked_prefill"),
+    ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(key: str, suggestion: str) -> None:
     with pytest.raises(ConfigurationError, match=f"unknown parameter '{key}'; did you mean '{suggestion}'"):
@@ -63,7 +73,9 @@ def test_an_unknown_key_is_refused_even_when_unset() -> None:
         ({"max_batch_size": "4096"}, "max(16, 4096) = 4096, got 2048"),
     ],
 )
-def test_a_step_must_hold_more_than_a_page_and_a_token_per_sequence(overrides: dict[str, str], floor: str) -> None:
+def test_a_step_must_hold_more_than_a_page_and_a_token_per_sequence(
+    overrides: dict[str, str], floor: str
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
         EngineConfig.from_parameters(parameters(**overrides))
     assert "max_num_tokens must be greater than max(page_size, max_batch_size)" in str(caught.value)
@@ -71,7 +83,9 @@ def test_a_step_must_hold_more_than_a_page_and_a_token_per_sequence(overrides: d
 
 
 def test_one_token_more_than_the_floor_is_enough() -> None:
-    config = EngineConfig.from_parameters(parameters(page_size="16", max_batch_size="32", max_num_tokens="33"))
+    config = EngineConfig.from_parameters(
+        parameters(page_size="16", max_batch_size="32", max_num_tokens="33")
+    )
     assert config.max_num_tokens == 33
 
 
@@ -102,6 +116,8 @@ def test_every_field_says_what_it_accepts() -> None:
 
 
 def test_the_layers_below_execution_import_no_torch() -> None:
-    modules = "paged_engine.config, paged_engine.request, paged_engine.admission, paged_engine.scheduling.scheduler"
-    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    modules = (
+        "paged_engine.config, paged_engine.request, paged_engine.admission, paged_engine.scheduling.scheduler"
+    )
+    code = f"import sys; sys.path[:] = {sys.path!r}; import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

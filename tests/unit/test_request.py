@@ -15,8 +15,12 @@ def refusal(**values: object) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "nan", "Infinity", -3, "x", None, True, [1.0]])
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+)
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, "nan", "Infinity", -3, "x", None, True, [1.0]]
+)
 def test_numbers_are_finite_and_in_range(field: str, value: object) -> None:
     message = refusal(**{field: value})
     assert message.startswith(f"{field} must be ")
@@ -63,8 +67,15 @@ def test_every_sensible_top_k_is_taken(top_k: object) -> None:
 
 
 def test_numbers_and_booleans_may_be_written_as_strings() -> None:
-    sampling = SamplingParams.parse({"max_tokens": "100", "temperature": "0", "ignore_eos": "true", "seed": str(2**64 - 1)})
-    assert (sampling.max_tokens, sampling.temperature, sampling.ignore_eos, sampling.seed) == (100, 0.0, True, 2**64 - 1)
+    sampling = SamplingParams.parse(
+        {"max_tokens": "100", "temperature": "0", "ignore_eos": "true", "seed": str(2**64 - 1)}
+    )
+    assert (sampling.max_tokens, sampling.temperature, sampling.ignore_eos, sampling.seed) == (
+        100,
+        0.0,
+        True,
+        2**64 - 1,
+    )
 
 
 def test_a_bare_string_is_a_list_of_one() -> None:

@@ -20,7 +20,9 @@ class EngineConfig(BaseModel):
 
     # What is served
     model: str = Field(min_length=1, description="the path of a checkpoint folder or .gguf file, or a hub id")
-    tokenizer: str | None = Field(None, description="the path or hub id of a tokenizer; unset: the model's own")
+    tokenizer: str | None = Field(
+        None, description="the path or hub id of a tokenizer; unset: the model's own"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto, float32, bfloat16 or float16; auto takes the checkpoint's"
     )
@@ -28,7 +30,9 @@ class EngineConfig(BaseModel):
     attention_backend: Literal["auto", "flashinfer", "cpu", "torch"] = Field(
         "auto", description="auto, flashinfer, cpu or torch"
     )
-    trust_remote_code: Flag = Field(False, description="true or false; lets a checkpoint bring its own Python code")
+    trust_remote_code: Flag = Field(
+        False, description="true or false; lets a checkpoint bring its own Python code"
+    )
     use_generation_config: Flag = Field(
         True, description="true or false; takes sampling defaults from the checkpoint's generation_config"
     )
@@ -36,20 +40,34 @@ class EngineConfig(BaseModel):
 
     # The paged KV cache
     page_size: Whole = Field(16, ge=1, le=1024, description="a whole number from 1 to 1024; tokens per page")
-    num_pages: Whole = Field(0, ge=0, le=_MAX_INT32, description="a whole number >= 0; 0 sizes the pool from memory")
+    num_pages: Whole = Field(
+        0, ge=0, le=_MAX_INT32, description="a whole number >= 0; 0 sizes the pool from memory"
+    )
     kv_cache_memory_fraction: Decimal | None = Field(
-        None, gt=0, le=1, description="a number in (0, 1]; unset: 0.9 of what is free on a GPU, 0.5 of usable CPU memory"
+        None,
+        gt=0,
+        le=1,
+        description="a number in (0, 1]; unset: 0.9 of what is free on a GPU, 0.5 of usable CPU memory",
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto, float32, bfloat16 or float16; auto takes the model's"
     )
-    enable_prefix_caching: Flag = Field(True, description="true or false; keeps computed pages for later requests")
+    enable_prefix_caching: Flag = Field(
+        True, description="true or false; keeps computed pages for later requests"
+    )
 
     # What a step may hold
-    max_batch_size: Whole = Field(64, ge=1, le=4096, description="a whole number from 1 to 4096; sequences in a step")
-    max_num_tokens: Whole = Field(2048, ge=2, le=1 << 20, description="a whole number from 2 to 1048576; tokens in a step")
+    max_batch_size: Whole = Field(
+        64, ge=1, le=4096, description="a whole number from 1 to 4096; sequences in a step"
+    )
+    max_num_tokens: Whole = Field(
+        2048, ge=2, le=1 << 20, description="a whole number from 2 to 1048576; tokens in a step"
+    )
     max_seq_len: Whole = Field(
-        0, ge=0, le=_MAX_INT32, description="a whole number >= 0; tokens of one sequence, 0 takes the checkpoint's"
+        0,
+        ge=0,
+        le=_MAX_INT32,
+        description="a whole number >= 0; tokens of one sequence, 0 takes the checkpoint's",
     )
     enable_chunked_prefill: Flag = Field(True, description="true or false; cuts long prompts into chunks")
     chunking_policy: Literal["first_come_first_served", "equal_progress"] = Field(
@@ -63,16 +81,24 @@ class EngineConfig(BaseModel):
     )
 
     # Admission
-    max_queue_size: Whole = Field(1024, ge=1, le=1 << 20, description="a whole number from 1 to 1048576; waiting requests")
-    default_timeout_ms: Whole = Field(0, ge=0, le=_MAX_INT32, description="a whole number >= 0; milliseconds, 0 is none")
+    max_queue_size: Whole = Field(
+        1024, ge=1, le=1 << 20, description="a whole number from 1 to 1048576; waiting requests"
+    )
+    default_timeout_ms: Whole = Field(
+        0, ge=0, le=_MAX_INT32, description="a whole number >= 0; milliseconds, 0 is none"
+    )
     default_max_tokens: Whole = Field(256, ge=1, le=_MAX_INT32, description="a whole number >= 1")
     max_prompt_bytes: Whole = Field(
         16 << 20, ge=1, le=_MAX_INT32, description="a whole number >= 1; bytes of a prompt that are looked at"
     )
-    exclude_input_in_output: Flag = Field(True, description="true or false; false repeats the prompt in text_output")
+    exclude_input_in_output: Flag = Field(
+        True, description="true or false; false repeats the prompt in text_output"
+    )
 
     # The machine
-    num_threads: Whole = Field(0, ge=0, le=4096, description="a whole number from 0 to 4096; 0 is the cores we may use")
+    num_threads: Whole = Field(
+        0, ge=0, le=4096, description="a whole number from 0 to 4096; 0 is the cores we may use"
+    )
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> EngineConfig:

@@ -18,9 +18,21 @@ from paged_engine.validation import Decimal, Flag, Strings, Whole, explain
 _MAX_INT64 = 2**63 - 1
 _MAX_UINT64 = 2**64 - 1
 
-ChatMessages = list[dict[str, Any]]
-Prompt = str | list[int] | ChatMessages
-"""Text, token ids, or chat messages for the checkpoint's template."""
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, to be written by the checkpoint's chat template."""
+
+    messages: list[dict[str, Any]]
+    """{role, content} objects, in order."""
+    tools: list[dict[str, Any]] | None = None
+    """Descriptions of functions, for templates that present them to the model."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables for the template."""
+
+
+Prompt = str | list[int] | Chat
+"""Text, token ids, or a conversation."""
 
 
 class SamplingParams(BaseModel):
@@ -35,8 +47,12 @@ class SamplingParams(BaseModel):
     top_k: Whole = Field(0, ge=-1, le=_MAX_INT64, description="a whole number >= -1; 0 and -1 are off")
     min_p: Decimal = Field(0.0, ge=0, le=1, allow_inf_nan=False, description="a number in [0, 1]")
     repetition_penalty: Decimal = Field(1.0, gt=0, allow_inf_nan=False, description="a finite number > 0")
-    presence_penalty: Decimal = Field(0.0, ge=-2, le=2, allow_inf_nan=False, description="a number in [-2, 2]")
-    frequency_penalty: Decimal = Field(0.0, ge=-2, le=2, allow_inf_nan=False, description="a number in [-2, 2]")
+    presence_penalty: Decimal = Field(
+        0.0, ge=-2, le=2, allow_inf_nan=False, description="a number in [-2, 2]"
+    )
+    frequency_penalty: Decimal = Field(
+        0.0, ge=-2, le=2, allow_inf_nan=False, description="a number in [-2, 2]"
+    )
     seed: Whole | None = Field(None, ge=0, le=_MAX_UINT64, description="a whole number from 0 to 2^64 - 1")
     n: Whole = Field(1, ge=1, le=128, description="a whole number from 1 to 128")
     stop: Strings = Field(default_factory=list, description="a list of strings, none of them empty")
@@ -91,4 +107,3 @@ class GenerateRequest:
     """Lower is sooner."""
     cache_salt: str = ""
     """Requests share cached prefix pages only with requests of the same salt."""
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

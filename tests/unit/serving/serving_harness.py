@@ -50,7 +50,7 @@ class CharacterTokenizer:
 
     encode_part = encode
 
-    def render_chat(self, messages: Any, chat_template_kwargs: Mapping[str, Any]) -> list[int]:
+    def render_chat(self, messages: Any, template_kwargs: Mapping[str, Any], tools: Any) -> list[int]:
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
 
     def decode(self, token_ids: Sequence[int]) -> str:

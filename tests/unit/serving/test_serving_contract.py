@@ -10,6 +10,7 @@ import pytest
 
 from paged_engine.config import EngineConfig
 from paged_engine.errors import ErrorCode, RequestError
+from paged_engine.request import Chat
 from paged_engine.serving.contract import Contract, ParsedRequest
 from paged_engine.serving.inputs import INPUTS, Role
 from paged_engine.serving.sources import RawRequest
@@ -28,6 +29,11 @@ def parse(
         elements["sampling_parameters"] = json.dumps(sampling_parameters).encode()
     listed = {name: value if isinstance(value, list) else [value] for name, value in elements.items()}
     return CONTRACT.parse(RawRequest(listed, json.dumps(parameters or {})), "7")
+
+
+def parse_chat(sampling_parameters: dict[str, Any]) -> ParsedRequest:
+    tensors = {"messages": [b'[{"role": "user", "content": "hi"}]'], "sampling_parameters": [json.dumps(sampling_parameters).encode()]}
+    return CONTRACT.parse(RawRequest(tensors), "7")
 
 
 def error_of(*arguments: Any, **more: Any) -> str:
@@ -49,7 +55,7 @@ def test_a_prompt_is_text_token_ids_or_messages() -> None:
     assert prompt(input_ids=[1, 2, 3]) == [1, 2, 3]
     assert prompt(input_ids=[]) == []
     messages = [{"role": "user", "content": "hi"}]
-    assert prompt(messages=[json.dumps(messages).encode()]) == messages
+    assert prompt(messages=[json.dumps(messages).encode()]) == Chat(messages)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +174,6 @@ def test_json_alone_carries_some_keys() -> None:
             "skip_special_tokens": "false",
             "include_stop_str_in_output": 1,
             "cache_salt": "mine",
-            "chat_template_kwargs": {"enable_thinking": False},
         },
     ).request
     assert request.sampling.logit_bias == {5: -1.5}
@@ -177,7 +182,18 @@ def test_json_alone_carries_some_keys() -> None:
     assert not request.sampling.skip_special_tokens
     assert request.sampling.include_stop_str_in_output
     assert request.cache_salt == "mine"
-    assert request.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_a_conversation_brings_what_its_template_wants() -> None:
+    tools = [{"type": "function", "function": {"name": "look_up"}}]
+    chat = parse_chat({"chat_template_kwargs": {"enable_thinking": False}, "tools": tools}).request.prompt
+    assert chat == Chat([{"role": "user", "content": "hi"}], tools, {"enable_thinking": False})
+
+
+@pytest.mark.parametrize(("key", "value"), [("tools", {}), ("tools", ["f"]), ("chat_template_kwargs", [])])
+def test_what_a_template_cannot_take_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"{key} must be"):
+        parse_chat({key: value})
 
 
 def test_null_in_json_is_a_key_left_out() -> None:
@@ -241,7 +257,7 @@ def test_reserved_request_parameters_are_left_alone() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["structured_outputs", "guided_decoding", "lora_name", "prompt_logprobs", "tools", "response_format"],
+    ["structured_outputs", "guided_decoding", "lora_name", "prompt_logprobs", "response_format"],
 )
 def test_what_does_not_exist_is_refused_by_name(key: str) -> None:
     assert error_of(None, {key: "x"}) == f"{key} is not supported by this server"

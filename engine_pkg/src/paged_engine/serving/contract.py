@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paged_engine.config import EngineConfig
 from paged_engine.errors import RequestError
-from paged_engine.request import GenerateRequest, Prompt, SamplingParams
+from paged_engine.request import Chat, GenerateRequest, Prompt, SamplingParams
 from paged_engine.serving.inputs import INPUTS, INPUTS_BY_NAME, NEUTRAL_VALUES, NOT_BUILT, Role
 from paged_engine.serving.sources import RawRequest, decode_text, merged_values, only_element, parse_json
 from paged_engine.validation import Flag, Whole, explain, shown, unknown_key
@@ -87,8 +87,8 @@ class Contract:
         """
         for name in raw.tensors.keys() - INPUTS_BY_NAME.keys():
             raise RequestError.invalid(unknown_key("input", name, INPUTS_BY_NAME))
-        prompt, num_prompt_bytes = self._prompt(raw.tensors)
         values, given_names = merged_values(raw)
+        prompt, num_prompt_bytes = self._prompt(raw.tensors, values)
         self._check_neutral(values)
         sampling = _validated(SamplingParams, values, given_names)
         options = _validated(Options, values, given_names)
@@ -101,9 +101,6 @@ class Contract:
             sampling=sampling,
             priority=options.priority,
             cache_salt=_checked(values.get("cache_salt", ""), str, "cache_salt", "a string"),
-            chat_template_kwargs=_checked(
-                values.get("chat_template_kwargs", {}), dict, "chat_template_kwargs", "an object"
-            ),
         )
         return ParsedRequest(
             request=request,
@@ -114,7 +111,9 @@ class Contract:
             timeout_ms=self._config.default_timeout_ms if options.timeout_ms is None else options.timeout_ms,
         )
 
-    def _prompt(self, tensors: Mapping[str, Sequence[Any]]) -> tuple[Prompt, int]:
+    def _prompt(
+        self, tensors: Mapping[str, Sequence[Any]], values: Mapping[str, Any]
+    ) -> tuple[Prompt, int]:
         """The prompt, and its size in bytes."""
         names = [item.name for item in INPUTS if item.role is Role.PROMPT and item.name in tensors]
         if len(names) != 1:
@@ -133,7 +132,7 @@ class Contract:
         if name == "input_ids":
             return list(elements), num_bytes
         text = decode_text(name, only_element(name, elements))
-        return (text if name == "text_input" else _messages(text)), num_bytes
+        return (text if name == "text_input" else _chat(text, values)), num_bytes
 
     def _check_neutral(self, values: Mapping[str, Any]) -> None:
         for name in NOT_BUILT & values.keys():
@@ -167,13 +166,21 @@ def _validated(model: type[Any], values: Mapping[str, Any], given_names: Mapping
         raise RequestError.invalid(f"{given_names.get(field_name, field_name)} {rest}") from None
 
 
-def _messages(text: str) -> Prompt:
-    value = parse_json("messages", text)
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+def _chat(text: str, values: Mapping[str, Any]) -> Chat:
+    messages = parse_json("messages", text)
+    if not messages or not _is_list_of_objects(messages):
         raise RequestError.invalid(
             f"messages must be a JSON list of at least one {{role, content}} object, got {shown(text)}"
         )
-    return value
+    tools = values.get("tools")
+    if tools is not None and not _is_list_of_objects(tools):
+        raise RequestError.invalid(f"tools must be a list of objects, got {shown(tools)}")
+    template_kwargs = _checked(values.get("chat_template_kwargs", {}), dict, "chat_template_kwargs", "an object")
+    return Chat(messages, tools, template_kwargs)
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def _equals(value: Any, neutral: Any) -> bool:

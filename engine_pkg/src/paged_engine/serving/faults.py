@@ -58,6 +58,11 @@ class FaultyEngine:
         return self._engine.tokenizer
 
     @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The engine's."""
+        return self._engine.eos_token_ids
+
+    @property
     def has_work(self) -> bool:
         """The engine's."""
         return self._engine.has_work

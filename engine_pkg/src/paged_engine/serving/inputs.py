@@ -142,14 +142,13 @@ NOT_BUILT = frozenset(
         "prompt_logprobs",
         "logits_processors",
         "truncate_prompt_tokens",
-        "tools",
         "tool_choice",
     }
 )
 """Keys of other servers for what does not exist here; null is accepted, being their default."""
 
-REQUEST_KEYS = ("cache_salt", "chat_template_kwargs")
-"""Fields of GenerateRequest that JSON alone can carry."""
+REQUEST_KEYS = ("cache_salt", "chat_template_kwargs", "tools")
+"""Parts of a GenerateRequest that JSON alone can carry."""
 
 WITHOUT_EMPTY_STRINGS = frozenset({"stop_words", "bad_words"})
 """Lists in which an empty string is nothing: TensorRT-LLM's users send it for "none"."""

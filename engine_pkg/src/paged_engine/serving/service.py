@@ -59,7 +59,7 @@ class Service:
         self._engine = engine
         self._metrics = metrics
         self._wedged_after_s = wedged_after_s
-        self._contract = Contract(config, engine.tokenizer.eos_token_ids)
+        self._contract = Contract(config, engine.eos_token_ids)
         self._request_ids = itertools.count()
         self._ledger = Ledger(config.max_batch_size, config.max_queue_size, metrics)
         self._sender = Sender(self._drop, self._keep_house)

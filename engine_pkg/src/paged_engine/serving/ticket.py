@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 class EngineTokenizer(Protocol):
     """What the service needs of the tokenizer, from any thread."""
 
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The tokens that end a text."""
-
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
 
@@ -37,6 +33,10 @@ class ServedEngine(Protocol):
     @property
     def tokenizer(self) -> EngineTokenizer:
         """The checkpoint's."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end a text."""
 
     @property
     def has_work(self) -> bool:

@@ -1,0 +1,109 @@
+"""Assembles an engine from a configuration: checkpoint, attention, pool, scheduler, sampler.
+
+Everything that can be wrong with a configuration on this machine is found here, before the first request.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from paged_engine.admission import Admission
+from paged_engine.attention.interface import AttentionSetup
+from paged_engine.attention.select import select_backend
+from paged_engine.config import EngineConfig
+from paged_engine.engine import Engine
+from paged_engine.execution.kv_cache import cache_dtype, create_kv_cache
+from paged_engine.execution.runner import ModelRunner
+from paged_engine.execution.sampling import Sampler
+from paged_engine.models.load import load_model, resolve_checkpoint, resolve_device
+from paged_engine.scheduling.pages import PagePool
+from paged_engine.scheduling.scheduler import Scheduler
+from paged_engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling fields whose default a checkpoint's generation_config may set, as in vLLM."""
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """Load the checkpoint and get everything ready for the first step.
+
+    Returns:
+        An engine whose `config` is the effective one: max_seq_len, num_pages and num_threads are what came out.
+
+    Raises:
+        ConfigurationError: the checkpoint cannot be served as configured on this machine; says why.
+    """
+    device = resolve_device(config.device)
+    num_threads = config.num_threads or usable_cores()
+    torch.set_num_threads(num_threads)
+    model = load_model(config, device)
+    tokenizer = Tokenizer.load(
+        config.tokenizer or resolve_checkpoint(config.model, config.dtype), config.trust_remote_code
+    )
+    kv_dtype = cache_dtype(config, model.dtype)
+    specs = tuple(layer.spec for layer in model.layers)
+    setup = AttentionSetup(specs, config.page_size, device=device, dtype=model.dtype, cache_dtype=kv_dtype)
+    backend = select_backend(config.attention_backend, setup)
+    runner = ModelRunner(model, backend)
+    cache = create_kv_cache(
+        config,
+        backend,
+        len(specs),
+        kv_dtype,
+        device,
+        max_seq_len=model.max_seq_len,
+        measure_step=lambda: runner.measure_step(
+            config.max_num_tokens, config.max_batch_size, config.page_size
+        ),
+    )
+    effective = config.model_copy(
+        update={"max_seq_len": cache.max_seq_len, "num_pages": cache.num_pages, "num_threads": num_threads}
+    )
+    eos_token_ids = model.eos_token_ids | tokenizer.eos_token_ids
+    logger.info(
+        "%s in %s on %s, attention by %s, KV cache: %s",
+        type(model.module).__name__, model.dtype, device, backend.name, cache,
+    )  # fmt: skip
+    return Engine(
+        effective,
+        admission=Admission(
+            effective,
+            tokenizer,
+            vocab_size=model.vocab_size,
+            eos_token_ids=eos_token_ids,
+            sampling_defaults=_sampling_defaults(model.generation_config)
+            if config.use_generation_config
+            else {},
+        ),
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        scheduler=Scheduler(
+            effective, PagePool(cache.num_pages, config.page_size, config.enable_prefix_caching)
+        ),
+        runner=runner,
+        sampler=Sampler(model.vocab_size),
+    )
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its CPU affinity, and the cgroup's quota where there is one."""
+    affinity = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return affinity
+    return affinity if quota == "max" else max(1, min(affinity, round(int(quota) / int(period))))
+
+
+def _sampling_defaults(generation_config: GenerationConfig) -> dict[str, Any]:
+    """What the checkpoint recommends, where it differs from "no change"."""
+    recommended = generation_config.to_diff_dict()
+    return {key: recommended[key] for key in _DEFAULTABLE if recommended.get(key) is not None}
