@@ -1,0 +1,72 @@
+"""How much memory this process may still use: what the kernel has left, its control groups allow, and its limits permit."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def available_cpu_memory(root: Path = Path("/")) -> int:
+    """Bytes of main memory that this process may still take.
+
+    The least of MemAvailable, of what every enclosing control group (v1 or v2) leaves, page cache that can be dropped
+    counted as free, and of the address space that RLIMIT_AS leaves.
+
+    Args:
+        root: where /proc and /sys are found; another folder only in tests.
+    """
+    return max(0, min(_limits(root)))
+
+
+def _limits(root: Path) -> Iterator[int]:
+    meminfo = _fields(root / "proc/meminfo")
+    yield meminfo.get("MemAvailable:", meminfo.get("MemFree:", 0)) * 1024
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _group_limits(
+                root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
+            )
+        elif "memory" in controllers.split(","):
+            yield from _group_limits(
+                root / "sys/fs/cgroup/memory",
+                path,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        yield address_space - _fields(root / "proc/self/status").get("VmSize:", 0) * 1024
+
+
+def _group_limits(mount: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[int]:
+    """What a control group and each of those around it leave. In a container the mount may be the group itself."""
+    folder = mount / path.strip("/")
+    for group in [
+        folder,
+        *(parent for parent in folder.parents if parent == mount or mount in parent.parents),
+    ]:
+        allowed, used = _number(group / limit), _number(group / usage)
+        if allowed is not None and used is not None:
+            yield allowed - used + _fields(group / "memory.stat").get(cache, 0)
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file; None where there is none ("max" is no limit)."""
+    first = next(iter(_lines(file)), "")
+    return int(first) if first.isdigit() else None
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    words = (line.split() for line in _lines(file))
+    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []

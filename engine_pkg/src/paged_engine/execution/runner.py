@@ -1,0 +1,69 @@
+"""Runs the model over one batch."""
+
+from __future__ import annotations
+
+import torch
+
+from paged_engine.attention.interface import AttentionBackend
+from paged_engine.errors import ConfigurationError
+from paged_engine.execution.batch import Batch, build_batch
+from paged_engine.models.hook import attach, forward_flat
+from paged_engine.models.load import LoadedModel
+from paged_engine.request import SamplingParams
+from paged_engine.scheduling.sequence import ScheduledRange, Sequence, StepPlan
+
+
+class ModelRunner:
+    """A loaded model whose attention goes through `backend`. A model has one runner; another one takes it over."""
+
+    def __init__(self, model: LoadedModel, backend: AttentionBackend) -> None:
+        self._model = model
+        self._backend = backend
+        attach(model.layers, backend)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies, and where batches must."""
+        return self._model.device
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> torch.Tensor:
+        """Compute a step: write its keys and values into their pages, and get the logits of the rows that sample.
+
+        Returns:
+            float32 [number of sampling rows, vocab_size] on the model's device, in the order of batch.sample_rows.
+        """
+        self._backend.plan(batch)
+        return forward_flat(self._model.module, batch.token_ids, batch.positions, batch.sample_rows).float()
+
+    def measure_step(self, max_num_tokens: int, max_batch_size: int, page_size: int) -> int:
+        """Run the largest step there can be, and return the bytes of GPU memory that it takes at its peak.
+
+        Every page of its sequences is page 0, so one page bound to each layer is enough.
+
+        Raises:
+            ConfigurationError: the GPU has not even room for the step itself.
+        """
+        device = self._model.device
+        num_sequences = min(max_batch_size, max_num_tokens)
+        quotient, remainder = divmod(max_num_tokens, num_sequences)
+        ranges = []
+        for index in range(num_sequences):
+            num_tokens = min(quotient + (index < remainder), self._model.max_seq_len)
+            sequence = Sequence("measure", [0] * num_tokens, SamplingParams(), max_num_tokens=num_tokens)
+            sequence.page_table.extend([0] * -(-num_tokens // page_size))
+            ranges.append(ScheduledRange(sequence, 0, num_tokens))
+        batch = build_batch(StepPlan(tuple(ranges)), page_size, device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        try:
+            self.execute(batch)
+        except torch.OutOfMemoryError as error:
+            raise ConfigurationError(
+                f"a step of max_num_tokens = {max_num_tokens} tokens does not fit beside the weights on {device}: "
+                f"lower max_num_tokens or max_batch_size ({error})"
+            ) from error
+        peak = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.empty_cache()
+        return peak

@@ -1,0 +1,44 @@
+"""Tiny models, each made, saved and loaded once: transformers' own as the reference, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hand_built import load_tiny
+from tiny_models import save_tiny_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from paged_engine.models.load import LoadedModel
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One checkpoint, loaded twice."""
+
+    reference: PreTrainedModel
+    """With transformers' eager attention."""
+    paged: LoadedModel
+
+    @torch.inference_mode()
+    def reference_logits(self, token_ids: list[int]) -> torch.Tensor:
+        """transformers' plain forward over the whole sequence: float32 [num_tokens, vocab_size]."""
+        logits: torch.Tensor = self.reference(torch.tensor([token_ids]), use_cache=False).logits[0]
+        return logits
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """By the name of a tiny model: the reference and the paged model over the same weights."""
+    pairs: dict[str, Pair] = {}
+
+    def make(name: str) -> Pair:
+        if name not in pairs:
+            folder = save_tiny_model(name, tmp_path_factory.mktemp(name))
+            reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+            pairs[name] = Pair(reference, load_tiny(folder))
+        return pairs[name]
+
+    return make
