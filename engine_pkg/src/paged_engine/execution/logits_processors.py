@@ -1,0 +1,160 @@
+"""What a request's controls do to its logits before a token is chosen, for all rows of a step at once.
+
+The order is that of vLLM's v1 sampler (vllm/v1/sample/sampler.py, `Sampler.apply_logits_processors`): grammars, allowed tokens,
+bad words, min_tokens and logit_bias, then the repetition, frequency and presence penalties. transformers' generate has the same
+order where it has the control (sequence bias before the repetition penalty; what bans tokens commutes with everything else).
+Temperature and the filters that keep a greedy choice as it is (min-p, top-k, top-p) follow in token_choice.py.
+
+Every function changes `logits` in place and touches only the entries its controls name, so a row without controls costs
+nothing and cannot be changed by its neighbours. What a row needs is read from the sequence's own tokens at every step: there is
+no state of a slot or a batch that could go stale when sequences are preempted, resumed or replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paged_engine.errors import RequestError
+from paged_engine.scheduling.sequence import Sequence
+
+_BANNED = float("-inf")
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def apply_grammars(logits: torch.Tensor, sequences: list[Sequence]) -> dict[int, RequestError]:
+    """Ban what the grammar of a guided sequence does not allow next.
+
+    Args:
+        logits: float32 [rows, vocab_size], changed in place.
+        sequences: one per row.
+
+    Returns:
+        By row, the error of a sequence whose grammar cannot be followed; its row is left as it was.
+    """
+    guided = [(row, item, item.grammar) for row, item in enumerate(sequences) if item.grammar is not None]
+    rows, allowed, errors = [], [], {}
+    for row, sequence, grammar in guided:
+        try:
+            allowed.append(grammar.next_tokens(_tokens_of(sequence)[sequence.num_prompt_tokens :]))
+            rows.append(row)
+        except RequestError as error:
+            errors[row] = error
+    if rows:
+        bits = np.unpackbits(np.stack(allowed), axis=1, count=logits.shape[1], bitorder="little").view(bool)
+        logits[rows] = torch.where(torch.from_numpy(bits).to(logits.device), logits[rows], _BANNED)
+    return errors
+
+
+def apply_constraints(logits: torch.Tensor, sequences: list[Sequence]) -> None:
+    """Apply allowed_token_ids, bad_words, min_tokens and logit_bias.
+
+    Args:
+        logits: float32 [rows, vocab_size], changed in place.
+        sequences: one per row.
+    """
+    constrained = [
+        (row, item, item.constraints) for row, item in enumerate(sequences) if item.constraints is not None
+    ]
+    if not constrained:
+        return
+    allowed = [(row, item.allowed) for row, _, item in constrained if item.allowed is not None]
+    banned = [
+        (row, item.banned_next(sequence.token_ids, sequence.num_output_tokens))
+        for row, sequence, item in constrained
+    ]
+    biased = [(row, item.bias_ids) for row, _, item in constrained]
+    biases = np.concatenate([item.bias_values for _, _, item in constrained])
+    _keep_only(logits, allowed)
+    rows, tokens = _entries(banned, logits.device)
+    logits[rows, tokens] = _BANNED
+    rows, tokens = _entries(biased, logits.device)
+    logits[rows, tokens] += torch.from_numpy(biases).to(logits.device)
+
+
+def apply_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> None:
+    """Apply the repetition penalty (over prompt and output), then the frequency and presence penalties (over the output).
+
+    Repetition divides a positive logit by the penalty and multiplies a negative one (transformers'
+    RepetitionPenaltyLogitsProcessor, after Keskar et al., "CTRL", 2019). Frequency subtracts penalty x count and presence
+    subtracts the penalty once (OpenAI's definition, as in vLLM's apply_penalties).
+
+    Args:
+        logits: float32 [rows, vocab_size], changed in place.
+        sequences: one per row.
+    """
+    numbered = list(enumerate(sequences))
+    _penalize_repetition(
+        logits, [(row, item) for row, item in numbered if item.sampling.repetition_penalty != 1]
+    )
+    _penalize_output(
+        logits,
+        [(row, item) for row, item in numbered if item.num_output_tokens and _has_output_penalty(item)],
+    )
+
+
+def _has_output_penalty(sequence: Sequence) -> bool:
+    return bool(sequence.sampling.frequency_penalty or sequence.sampling.presence_penalty)
+
+
+def _penalize_repetition(logits: torch.Tensor, penalized: list[tuple[int, Sequence]]) -> None:
+    if not penalized:
+        return
+    rows, tokens = _entries([(row, _tokens_of(item)) for row, item in penalized], logits.device)
+    lengths = [item.num_tokens for _, item in penalized]
+    penalties = _per_entry(
+        [item.sampling.repetition_penalty for _, item in penalized], lengths, logits.device
+    )
+    # A token that occurs twice is read before either write and written twice with one value.
+    values = logits[rows, tokens].double()
+    values = torch.where(values < 0, values * penalties, values / penalties)
+    logits[rows, tokens] = values.clamp_(max=_LARGEST).float()
+
+
+def _penalize_output(logits: torch.Tensor, penalized: list[tuple[int, Sequence]]) -> None:
+    if not penalized:
+        return
+    outputs = [
+        np.unique(_tokens_of(item)[item.num_prompt_tokens :], return_counts=True) for _, item in penalized
+    ]
+    lengths = [len(tokens) for tokens, _ in outputs]
+    rows, tokens = _entries(
+        [(row, tokens) for (row, _), (tokens, _) in zip(penalized, outputs, strict=True)], logits.device
+    )
+    counts = torch.from_numpy(np.concatenate([counts for _, counts in outputs])).to(logits.device)
+    frequency = _per_entry([item.sampling.frequency_penalty for _, item in penalized], lengths, logits.device)
+    presence = _per_entry([item.sampling.presence_penalty for _, item in penalized], lengths, logits.device)
+    logits[rows, tokens] -= (frequency * counts + presence).float()
+
+
+def _keep_only(logits: torch.Tensor, allowed: list[tuple[int, NDArray[np.int64]]]) -> None:
+    if not allowed:
+        return
+    rows, tokens = _entries(allowed, logits.device)
+    kept = logits[rows, tokens]
+    logits[torch.tensor([row for row, _ in allowed], device=logits.device)] = _BANNED
+    logits[rows, tokens] = kept
+
+
+def _entries(
+    tokens_of_rows: Iterable[tuple[int, NDArray[np.integer[Any]]]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(row, tokens of the row) pairs as two int64 index tensors of one length, on `device`."""
+    rows, tokens = zip(*tokens_of_rows, strict=True)
+    indices = np.stack((np.repeat(rows, [len(ids) for ids in tokens]), np.concatenate(tokens)))
+    row_indices, token_indices = torch.from_numpy(indices.astype(np.int64, copy=False)).to(device)
+    return row_indices, token_indices
+
+
+def _per_entry(values: list[float], lengths: list[int], device: torch.device) -> torch.Tensor:
+    """float64, each row's value repeated for every entry of the row."""
+    return torch.from_numpy(np.repeat(np.array(values, np.float64), lengths)).to(device)
+
+
+def _tokens_of(sequence: Sequence) -> NDArray[np.int32]:
+    """Prompt and output as a view; it must not outlive the step, since an array with a view cannot grow."""
+    return np.frombuffer(sequence.token_ids, np.int32)

@@ -1,0 +1,132 @@
+"""Sampler: turns the logits of a step into one token per sequence.
+
+The steps, in vLLM's order (vllm/v1/sample/sampler.py): log-probabilities of the raw logits; grammars; allowed tokens, bad words,
+min_tokens and logit_bias; repetition, frequency and presence penalties; then the most likely token for greedy rows, and
+temperature, min-p, top-k and top-p for the others.
+
+A row's token depends on its logits and its sequence alone. The sampler keeps no state between steps: random numbers are a
+function of the sequence's seed and of how many tokens it has generated, penalties of its tokens. So a sequence's result is the
+same in any batch, in any slot, and after any preemption.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from paged_engine.errors import RequestError
+from paged_engine.execution.logits_processors import apply_constraints, apply_grammars, apply_penalties
+from paged_engine.execution.logprobs import SampledToken, TokenLogprob, score
+from paged_engine.execution.random_stream import RandomStreams
+from paged_engine.execution.token_choice import RandomControls, draw, most_likely
+from paged_engine.request import SamplingParams
+from paged_engine.scheduling.sequence import Sequence
+
+__all__ = ["SampledToken", "Sampler", "TokenLogprob"]
+
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this choose the most likely token, as in vLLM."""
+_MAX_TEMPERATURE = 1e30
+"""Above this all tokens are equally likely in float32 anyway; it keeps 1 / temperature from becoming zero."""
+
+
+class Sampler:
+    """Chooses tokens for the sequences of a step."""
+
+    def __init__(self, vocab_size: int) -> None:
+        """
+        Args:
+            vocab_size: the width of the logits.
+        """
+        self.vocab_size = vocab_size
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken | RequestError]:
+        """Choose the next token of each sequence.
+
+        Args:
+            logits: float32 [len(sequences), vocab_size], contiguous; overwritten.
+            sequences: one per row, before the new token is appended.
+
+        Returns:
+            One per row: the token, or the error that this sequence, and no other, ends with: INTERNAL when its logits are not
+            finite, INVALID_ARG when its controls leave no token to choose.
+        """
+        if not sequences:
+            return []
+        scored = [row for row, item in enumerate(sequences) if item.sampling.logprobs is not None]
+        logprobs = logits[scored].log_softmax(dim=-1) if scored else None
+        errors = apply_grammars(logits, sequences)
+        apply_constraints(logits, sequences)
+        apply_penalties(logits, sequences)
+        chosen, best = self._choose(logits, sequences)
+
+        results: list[SampledToken | RequestError] = [SampledToken(token_id) for token_id in chosen.tolist()]
+        if logprobs is not None:
+            num_top = [sequences[row].sampling.logprobs or 0 for row in scored]
+            for row, token in zip(scored, score(logprobs, chosen[scored], num_top), strict=True):
+                results[row] = token
+        for row, value in enumerate(best):
+            if not math.isfinite(value) or _has_nan(results[row]):
+                results[row] = _error(sequences[row], value)
+        for row, error in errors.items():
+            results[row] = error
+        return results
+
+    def _choose(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, list[float]]:
+        """int64 [rows] on the device, and each row's largest logit: where that is not finite the token means nothing."""
+        greedy = [row for row, item in enumerate(sequences) if _is_greedy(item.sampling)]
+        if len(greedy) == len(sequences):
+            chosen = most_likely(logits)
+            return chosen, logits.gather(1, chosen[:, None])[:, 0].tolist()
+        best: list[float] = logits.amax(dim=-1).tolist()
+        chosen = torch.zeros(len(sequences), dtype=torch.int64, device=logits.device)
+        if greedy:
+            chosen[greedy] = most_likely(logits[greedy])
+        greedy_rows = set(greedy)
+        random = [row for row in range(len(sequences)) if row not in greedy_rows and math.isfinite(best[row])]
+        if random:
+            controls = _random_controls([sequences[row] for row in random], self.vocab_size)
+            chosen[random] = draw(logits if len(random) == len(sequences) else logits[random], controls)
+        return chosen, best
+
+
+def _is_greedy(sampling: SamplingParams) -> bool:
+    return sampling.temperature < GREEDY_TEMPERATURE or sampling.top_k == 1
+
+
+def _random_controls(sequences: list[Sequence], vocab_size: int) -> RandomControls:
+    """Gather the rows' controls."""
+    sampling = [item.sampling for item in sequences]
+    top_k = [params.top_k if 0 < params.top_k < vocab_size else vocab_size for params in sampling]
+    return RandomControls(
+        temperature=np.array([min(params.temperature, _MAX_TEMPERATURE) for params in sampling]),
+        min_p=np.array([params.min_p for params in sampling], np.float32),
+        top_k=np.array(top_k, np.int64),
+        top_p=np.array([params.top_p for params in sampling]),
+        streams=RandomStreams(
+            seeds=np.array([item.seed for item in sequences], np.uint64),
+            indices=np.array([item.index for item in sequences], np.uint64),
+            positions=np.array([item.num_output_tokens for item in sequences], np.uint64),
+        ),
+    )
+
+
+def _has_nan(result: SampledToken | RequestError) -> bool:
+    return isinstance(result, SampledToken) and result.logprob is not None and math.isnan(result.logprob)
+
+
+def _error(sequence: Sequence, best: float) -> RequestError:
+    """Why no token could be chosen, told by the row's largest logit."""
+    position = sequence.num_output_tokens
+    if best == -math.inf and (sequence.constraints is not None or sequence.grammar is not None):
+        return RequestError.invalid(
+            "allowed_token_ids, bad_words, min_tokens and structured_outputs must leave a token to generate, "
+            f"together they exclude every one at output token {position}; allow more tokens"
+        )
+    return RequestError.internal(
+        f"the model's logits for output token {position} are not finite; "
+        "the checkpoint may be damaged, or its numbers too large for the dtype it is served in"
+    )
