@@ -8,8 +8,9 @@ A step takes `--step-seconds` + tokens * `--token-seconds`; the defaults are a s
     tail      nine short questions to one document of some 6,000 tokens
     chat      conversations over one system prompt; each turn sends everything said so far
 
-It prints one table over traces and policies ("no chunks" refuses prompts longer than a step, so it serves fewer), and one with what planning a step costs by the number of sequences running and
-waiting (flat in the waiting). Random, but the same for the same `--seed`.
+It prints one table over traces and policies ("no chunks" refuses prompts longer than a step, so it serves fewer), and one
+with what planning a step costs by the number of sequences running and waiting (flat in the waiting). Random, but the same
+for the same `--seed`.
 
     python tests/bench/simulate_scheduler.py --minutes 60
     python tests/bench/simulate_scheduler.py --traces tail --compare overtaking_ratio=1000000000,16,8,4,2

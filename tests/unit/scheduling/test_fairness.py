@@ -16,7 +16,7 @@ POLICIES = ["first_come_first_served", "equal_progress"]
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("max_num_tokens", "page_size", "num_prompt"),
-    [(2048, 16, 4000), (64, 16, 4000), (33, 16, 1000), (17, 16, 1000), (17, 1, 200), (65, 64, 1000)],
+    [(2048, 16, 4000), (64, 16, 4000), (33, 16, 1000), (17, 16, 1000), (17, 1, 320), (65, 64, 1000)],
 )
 @pytest.mark.parametrize("num_long", [1, 3])
 def test_a_long_prompt_holds_up_neither_a_stream_nor_a_newcomer(
@@ -161,7 +161,7 @@ def test_a_step_looks_at_no_more_sequences_however_many_wait(
     def looked_at(num_waiting: int) -> int:
         config = EngineConfig(
             model="none", max_num_tokens=512, max_batch_size=max_batch_size, chunking_policy=policy
-        )  # type: ignore[arg-type]
+        )
         pool = CountingPool(num_pages, 16)
         scheduler = Scheduler(config, pool)
         for i in range(num_waiting):
