@@ -109,6 +109,15 @@ def test_dynamic_rope(tmp_path: Path) -> None:
     assert load_tiny(tmp_path).max_seq_len == MAX_POSITIONS
 
 
+def test_rope_type_of_one_kind_of_layers(tmp_path: Path) -> None:
+    plain, dynamic = rope("default")["rope_parameters"], rope("dynamic", factor=2.0)["rope_parameters"]
+    by_layer_type = {"full_attention": dynamic, "sliding_attention": plain}
+    save_tiny_model("gemma3_text", tmp_path, overrides={"rope_parameters": by_layer_type})
+    with pytest.raises(ConfigurationError, match=rf"'dynamic'.*at most {MAX_POSITIONS}"):
+        load_tiny(tmp_path, max_seq_len=MAX_POSITIONS + 1)
+    assert load_tiny(tmp_path).max_seq_len == MAX_POSITIONS
+
+
 def test_more_positions_than_the_model_has(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
     with pytest.raises(ConfigurationError, match=r"max_seq_len must be at most 256.*got 257"):
@@ -123,7 +132,7 @@ def test_path_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_folder_without_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="has no config.json"):
+    with pytest.raises(ConfigurationError, match=r"has no config\.json"):
         load_tiny(tmp_path)
     save_tiny_model("llama", tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -133,7 +142,7 @@ def test_folder_without_a_checkpoint(tmp_path: Path) -> None:
 
 def test_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"weights")
-    with pytest.raises(ConfigurationError, match="weights.bin"):
+    with pytest.raises(ConfigurationError, match=r"weights\.bin"):
         load_tiny(tmp_path / "weights.bin")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 from attention_suite import Case
 
 from paged_engine.attention import select
@@ -32,9 +33,16 @@ def with_picky(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "torch"])
-def test_plain_torch_is_always_there(name: str) -> None:
-    assert select._BACKENDS["torch"](SETUP).name == "torch"
-    assert name == "auto" or select_backend(name, SETUP).name == "torch"
+def test_plain_torch_takes_what_nothing_faster_can(name: str) -> None:
+    """Head size 20 in float64 on a CPU."""
+    setup = Case(head_dim=20, dtype=torch.float64).setup
+    assert select_backend(name, setup).name == "torch"
+
+
+def test_gpu_kernels_asked_for_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert select_backend("flashinfer", SETUP).name == "torch"
+    assert "flashinfer cannot be used: it needs an NVIDIA GPU" in caplog.text
 
 
 @pytest.mark.usefixtures("with_picky")
@@ -58,6 +66,6 @@ def test_named_backend_that_can_is_taken() -> None:
 
 def test_backend_that_nobody_knows() -> None:
     with pytest.raises(
-        ConfigurationError, match="attention_backend must be one of auto, .*torch, got abacus"
+        ConfigurationError, match=r"attention_backend must be one of auto, .*torch, got abacus"
     ):
         select_backend("abacus", SETUP)

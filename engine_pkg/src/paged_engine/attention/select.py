@@ -11,13 +11,22 @@ from paged_engine.errors import ConfigurationError
 _log = logging.getLogger(__name__)
 
 
+def _flashinfer(setup: AttentionSetup) -> AttentionBackend:
+    from paged_engine.attention.flashinfer import load_flashinfer
+
+    return load_flashinfer(setup)
+
+
 def _torch(setup: AttentionSetup) -> AttentionBackend:
     from paged_engine.attention.torch_reference import TorchAttention
 
     return TorchAttention(setup.specs, setup.page_size)
 
 
-_BACKENDS: dict[str, Callable[[AttentionSetup], AttentionBackend]] = {"torch": _torch}
+_BACKENDS: dict[str, Callable[[AttentionSetup], AttentionBackend]] = {
+    "flashinfer": _flashinfer,
+    "torch": _torch,
+}
 """By the name in the configuration, the fastest first. Each raises BackendUnsupported for a setup that it cannot take;
 plain torch is the last and takes any."""
 

@@ -17,7 +17,10 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from paged_engine.attention.interface import AttentionBackend
 from paged_engine.execution.batch import Batch
+from paged_engine.models.hook import forward_flat
+from paged_engine.models.load import LoadedModel
 
 _log = logging.getLogger(__name__)
 
@@ -117,37 +120,40 @@ class DecodeGraphs:
 
         All share the memory of the largest; what the second adds, each other one adds. Page 0 of the cache is written.
         """
-        taken = []
-        for size in self.sizes[: -3 : -1]:
+        taken = [0]
+        for size in self.sizes[:-3:-1]:
             before, _ = torch.cuda.mem_get_info(self._device)
-            self._capture_size(size)
+            if not self._capture_size(size):
+                return 0
             after, _ = torch.cuda.mem_get_info(self._device)
             taken.append(max(0, before - after))
         self._replays.clear()
         torch.cuda.empty_cache()
-        return taken[0] + taken[-1] * (len(self.sizes) - 1)
+        return taken[1] + taken[-1] * (len(self.sizes) - 1)
 
     def capture(self, dummy_page: int) -> None:
         """Record all sizes, the largest first, so that the smaller ones find room in its memory.
 
+        A model that cannot be recorded (its code waits for the GPU half-way) is run without graphs, with a warning.
+
         Args:
             dummy_page: a page of the cache that no sequence is ever given; padding writes there.
         """
-        self._padding = _padding(self.sizes[-1], dummy_page, self._page_size, self._device)
+        self._padding = _padding(max(self.sizes, default=0), dummy_page, self._page_size, self._device)
         started = reported = time.monotonic()
         for count, size in enumerate(reversed(self.sizes), start=1):
-            self._capture_size(size)
+            if not self._capture_size(size):
+                return
             if time.monotonic() - reported > _PROGRESS_SECONDS:
                 reported = time.monotonic()
                 _log.info("captured %d of %d CUDA graphs", count, len(self.sizes))
-        _log.info("captured %d CUDA graphs in %.1f s", len(self.sizes), time.monotonic() - started)
+        _log.info("captured %d CUDA graphs in %.1f s", len(self._replays), time.monotonic() - started)
 
     def covers(self, batch: Batch) -> bool:
         """Whether `batch` is a decode step that a graph was captured for."""
-        if batch.max_query_len != 1 or batch.num_sequences > self.sizes[-1]:
+        if batch.max_query_len != 1 or not self._replays or batch.num_sequences > self.sizes[-1]:
             return False
-        size = self._size_for(batch.num_sequences)
-        return size in self._replays and len(batch.page_indices) + size - batch.num_sequences <= self._max_pages
+        return len(batch.page_indices) + self._size_for(batch.num_sequences) - batch.num_sequences <= self._max_pages
 
     @torch.inference_mode()
     def replay(self, batch: Batch) -> torch.Tensor:
@@ -164,9 +170,17 @@ class DecodeGraphs:
         return self._logits[batch.sample_rows]
 
     @torch.inference_mode()
-    def _capture_size(self, size: int) -> None:
-        self._attention.plan_captured(self._place(_first(self._padding, size), size))
-        self._replays[size] = self._recorder.record(functools.partial(self._compute, size))
+    def _capture_size(self, size: int) -> bool:
+        """Record one size; False, and nothing recorded at all from now on, if it fails."""
+        try:
+            self._attention.plan_captured(self._place(_first(self._padding, size), size))
+            self._replays[size] = self._recorder.record(functools.partial(self._compute, size))
+        except Exception as error:  # a model's own code, or memory: either way there is the step without a graph
+            _log.warning("decode steps are run without CUDA graphs: %s: %s", type(error).__name__, error)
+            self._replays.clear()
+            self.sizes = []
+            return False
+        return True
 
     def _compute(self, size: int) -> None:
         """What is recorded: all that the GPU does for a step of `size` sequences, out of and into fixed buffers."""
@@ -200,6 +214,24 @@ class DecodeGraphs:
             max_query_len=1,
             page_size=batch.page_size,
         )
+
+
+def make_decode_graphs(
+    model: LoadedModel, backend: AttentionBackend, *, page_size: int, max_batch_size: int
+) -> DecodeGraphs | None:
+    """Graphs still to be captured for a model on a GPU; None where there is no GPU or the backend cannot be captured."""
+    if model.device.type != "cuda" or not isinstance(backend, CapturableAttention):
+        return None
+    return DecodeGraphs(
+        functools.partial(forward_flat, model.module),
+        backend,
+        CudaRecorder(model.device),
+        device=model.device,
+        vocab_size=model.vocab_size,
+        page_size=page_size,
+        max_batch_size=max_batch_size,
+        max_seq_len=model.max_seq_len,
+    )
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:

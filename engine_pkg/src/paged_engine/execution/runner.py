@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from paged_engine.attention.interface import AttentionBackend
 from paged_engine.errors import ConfigurationError
 from paged_engine.execution.batch import Batch, build_batch
+from paged_engine.execution.cuda_graphs import DecodeGraphs
 from paged_engine.models.hook import attach, forward_flat
 from paged_engine.models.load import LoadedModel
 from paged_engine.request import SamplingParams
@@ -16,9 +19,13 @@ from paged_engine.scheduling.sequence import ScheduledRange, Sequence, StepPlan
 class ModelRunner:
     """A loaded model whose attention goes through `backend`. A model has one runner; another one takes it over."""
 
-    def __init__(self, model: LoadedModel, backend: AttentionBackend) -> None:
+    def __init__(self, model: LoadedModel, backend: AttentionBackend, graphs: DecodeGraphs | None = None) -> None:
+        """`graphs`, of the same model and backend, serve the steps that they cover once they are captured."""
         self._model = model
         self._backend = backend
+        self._graphs = graphs
+        # Kernels that are not torch's go to the thread's current device, whatever their tensors' is.
+        self._current_device = torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
         attach(model.layers, backend)
 
     @property
@@ -33,11 +40,15 @@ class ModelRunner:
         Returns:
             float32 [number of sampling rows, vocab_size] on the model's device, in the order of batch.sample_rows.
         """
-        self._backend.plan(batch)
-        return forward_flat(self._model.module, batch.token_ids, batch.positions, batch.sample_rows).float()
+        with self._current_device:
+            if self._graphs is not None and self._graphs.covers(batch):
+                return self._graphs.replay(batch)
+            self._backend.plan(batch)
+            return forward_flat(self._model.module, batch.token_ids, batch.positions, batch.sample_rows).float()
 
     def measure_step(self, max_num_tokens: int, max_batch_size: int, page_size: int) -> int:
-        """Run the largest step there can be, and return the bytes of GPU memory that it takes at its peak.
+        """Run the largest step there can be, and return the bytes of GPU memory that it takes at its peak, with those
+        that CUDA graphs are going to take.
 
         Every page of its sequences is page 0, so one page bound to each layer is enough.
 
@@ -66,4 +77,7 @@ class ModelRunner:
             ) from error
         peak = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.empty_cache()
-        return peak
+        if self._graphs is None:
+            return peak
+        with self._current_device:
+            return peak + self._graphs.measure()

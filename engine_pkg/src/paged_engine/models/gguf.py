@@ -16,6 +16,7 @@ import logging
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _MAGIC = b"GGUF"
 _DTYPES = ("bfloat16", "float16", "float32")
+_one_at_a_time = threading.Lock()
+"""Within this process, because stderr is redirected meanwhile. Between processes the rename decides."""
 _LAYOUT_VERSION = 1
 """Part of the cache key: raise it when the folder's content changes for the same file."""
 
@@ -50,18 +53,10 @@ def convert_gguf(gguf_path: str | Path, cache_dir: str | Path, dtype: str = "bfl
     source = Path(gguf_path).expanduser().resolve()
     _check_is_gguf(source)
     target = Path(cache_dir).expanduser().resolve() / _folder_name(source, dtype)
-    if (target / "config.json").is_file():
-        return target
-    logger.info("converting %s to a checkpoint folder, once; this can take a minute", source.name)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        _write_checkpoint(source, scratch, dtype)
-        scratch.chmod(0o755)
-        with contextlib.suppress(OSError):  # another process was first: its folder is as good as this one
-            scratch.rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with _one_at_a_time:
+        if not (target / "config.json").is_file():
+            logger.info("converting %s to a checkpoint folder, once; this can take a minute", source.name)
+            _convert(source, target, dtype)
     return target
 
 
@@ -76,6 +71,27 @@ def _check_is_gguf(source: Path) -> None:
         raise ConfigurationError(
             f"{source} is not a GGUF file: it begins with {magic!r}, not with {_MAGIC!r}"
         )
+
+
+def _convert(source: Path, target: Path, dtype: str) -> None:
+    """Write the folder beside its place and put it there whole."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot write to the cache folder {target.parent}: {error.strerror}"
+        ) from error
+    try:
+        _write_checkpoint(source, scratch, dtype)
+        scratch.chmod(0o755)
+        try:
+            scratch.rename(target)
+        except OSError:
+            if not target.is_dir():  # else another process was first, and its folder is as good as this one
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _folder_name(source: Path, dtype: str) -> str:

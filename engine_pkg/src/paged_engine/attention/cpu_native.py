@@ -1,0 +1,84 @@
+"""Paged attention on the CPU by the native kernels: straight from the pages, without gathering."""
+
+from __future__ import annotations
+
+import torch
+
+from paged_engine.attention.interface import AttentionSetup, BackendUnsupported
+from paged_engine.execution.batch import Batch
+from paged_engine.kernels.library import AttentionStep, LibraryUnavailable
+from paged_engine.kernels.load import load_kernels
+from paged_engine.kernels.native import NativeKernels
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class CpuAttention:
+    """AttentionBackend on the native kernels; pages are [num_kv_heads, keys and values, page_size * head_dim], the order
+    inside the last axis being the kernels' own (native/api.h).
+
+    Any head size and page size is taken; multiples of 16 of both are fast.
+    """
+
+    name = "cpu"
+
+    def __init__(self, setup: AttentionSetup, kernels: NativeKernels) -> None:
+        self.kernels = kernels
+        self._specs = setup.specs
+        self._page_size = setup.page_size
+        self._layers = [
+            kernels.attention_layer(spec, setup.page_size, setup.dtype, setup.cache_dtype)
+            for spec in setup.specs
+        ]
+        self._caches: dict[int, torch.Tensor] = {}
+        self._batch: Batch | None = None
+        self._step = AttentionStep()
+
+    def page_shape(self, layer: int) -> tuple[int, ...]:
+        """(num_kv_heads, 2, page_size, head_dim)."""
+        spec = self._specs[layer]
+        return spec.num_kv_heads, 2, self._page_size, spec.head_dim
+
+    def bind(self, layer: int, cache: torch.Tensor) -> None:
+        """Keep `cache`, [num_pages, *page_shape(layer)], and ask for large memory pages under it."""
+        self.kernels.library.advise_huge_pages(cache.data_ptr(), cache.nbytes)
+        self._caches[layer] = cache
+
+    def plan(self, batch: Batch) -> None:
+        """Note where the step's sequences and their pages are."""
+        self._batch = batch
+        self._step = self.kernels.attention_step(batch)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See AttentionBackend.attend."""
+        if self._batch is None:
+            raise RuntimeError("attend was called before plan")
+        structure, cache = self._layers[layer], self._caches[layer]
+        self.kernels.write_pages(structure.pages, key, value, self._batch.slots, cache)
+        return self.kernels.attention(
+            structure, self._step, query, cache, None if sinks is None else sinks.float()
+        )
+
+
+def load_cpu_attention(setup: AttentionSetup) -> CpuAttention:
+    """The native backend for `setup`.
+
+    Raises:
+        BackendUnsupported: not a CPU, a dtype that the kernels do not take, or no usable native library.
+    """
+    if setup.device.type != "cpu":
+        raise BackendUnsupported(f"it computes on the CPU, the model is on {setup.device}")
+    for name, dtype in (("dtype", setup.dtype), ("kv_cache_dtype", setup.cache_dtype)):
+        if dtype not in _DTYPES:
+            raise BackendUnsupported(f"{name} must be float32, bfloat16 or float16, got {dtype}")
+    try:
+        return CpuAttention(setup, load_kernels(torch.get_num_threads()))
+    except LibraryUnavailable as reason:
+        raise BackendUnsupported(str(reason)) from reason

@@ -1,0 +1,399 @@
+"""Paged attention by FlashInfer's kernels: what makes an NVIDIA GPU work near its memory bandwidth.
+
+The only module that imports flashinfer, and only when a GPU is to be used. Checked against the sources of
+flashinfer-python 0.6 and 0.7, whose public wrappers it calls with arguments that mean the same in both:
+
+- Mixed steps go through the prefill wrapper, whose causal mask is aligned to the bottom right, as chunks need it; steps
+  in which every sequence computes one token go through the decode wrapper, on tensor cores for large groups.
+- Head sizes that the kernels do not have are padded with zeros to the next that they have: no score changes by it.
+- The FA2 kernels ignore `sinks`, so that a sink is applied to their output by means of the log-sum-exp they return.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from paged_engine.attention.interface import AttentionSetup, AttentionSpec, BackendUnsupported
+from paged_engine.attention.trial import try_out
+from paged_engine.execution.batch import Batch
+
+_log = logging.getLogger(__name__)
+
+HEAD_DIMS = (64, 128, 256)
+"""Head sizes of both the attention and the append kernels."""
+CUDA_CORE_GROUP_SIZES = (1, 2, 3)
+"""Query heads per key-value head up to which decoding without tensor cores is the faster, and which every version has."""
+MAX_CAPTURED_BATCH_SIZE = 512
+_VERSIONS = ((0, 6), (0, 7))
+_OLDEST_COMPUTE_CAPABILITY = (8, 0)
+_MAX_APPENDED_VALUES = 8192
+"""Key-value heads x head size that one thread block of the append kernel writes (1024 threads of 8 values)."""
+_MIN_WORKSPACE_BYTES = 128 << 20
+_INT_WORKSPACE_BYTES = 8 << 20
+_LARGEST_FLOAT8 = 448.0
+
+
+def why_unsupported(setup: AttentionSetup) -> str | None:
+    """Why FlashInfer cannot serve `setup` here, or None where nothing is known to speak against it."""
+    if setup.device.type != "cuda":
+        return f"it needs an NVIDIA GPU, and the model is on {setup.device}"
+    if setup.dtype not in (torch.float16, torch.bfloat16):
+        return (
+            f"it computes in float16 or bfloat16, and the model is in {_name(setup.dtype)} (parameter dtype)"
+        )
+    if setup.cache_dtype not in (setup.dtype, torch.float8_e4m3fn):
+        return (
+            f"the KV cache must be {_name(setup.dtype)} like the model or float8_e4m3fn, not "
+            f"{_name(setup.cache_dtype)} (parameter kv_cache_dtype)"
+        )
+    for spec in setup.specs:
+        if spec.head_dim > HEAD_DIMS[-1]:
+            return f"the head size may be at most {HEAD_DIMS[-1]}, and the model has {spec.head_dim}"
+        values = spec.num_kv_heads * kernel_head_dim(spec.head_dim)
+        if values > _MAX_APPENDED_VALUES:
+            return f"key-value heads x head size may be at most {_MAX_APPENDED_VALUES}, and the model has {values}"
+    try:
+        version = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return "the package flashinfer-python is not installed (it comes with paged-engine[gpu])"
+    if tuple(int(part) for part in version.split(".")[:2]) not in _VERSIONS:
+        return f"flashinfer-python must be 0.6 or 0.7, and {version} is installed"
+    capability = torch.cuda.get_device_capability(setup.device)
+    if capability < _OLDEST_COMPUTE_CAPABILITY:
+        return f"the GPU must have compute capability 8.0 or higher, and this one has {capability[0]}.{capability[1]}"
+    return None
+
+
+def load_flashinfer(setup: AttentionSetup) -> FlashInferAttention:
+    """Make the backend and try every kernel that the model needs, so that nothing is left to fail at the first request.
+
+    Raises:
+        BackendUnsupported: FlashInfer is missing, cannot serve this model or GPU, does not run here (no compiler for
+            kernels that were not built ahead of time), or computes something else than plain torch.
+    """
+    if reason := why_unsupported(setup):
+        raise BackendUnsupported(reason)
+    _log.info(
+        "trying FlashInfer's kernels out; those that are not built yet are compiled now, which takes minutes"
+    )
+    try:
+        with torch.cuda.device(setup.device):
+            backend = FlashInferAttention(setup, importlib.import_module("flashinfer"))
+            try_out(backend, setup)
+    except BackendUnsupported:
+        raise
+    except (
+        Exception
+    ) as error:  # from an import that fails to a compiler that does: all mean that it cannot be used
+        raise BackendUnsupported(f"FlashInfer does not run here: {type(error).__name__}: {error}") from error
+    return backend
+
+
+def kernel_head_dim(head_dim: int) -> int:
+    """The smallest head size that the kernels have and that holds `head_dim`."""
+    return next(size for size in HEAD_DIMS if size >= head_dim)
+
+
+class FlashInferAttention:
+    """AttentionBackend over FlashInfer; pages are NHD: [keys and values, page_size, num_kv_heads, kernel head size].
+
+    Its decode steps can be captured in CUDA graphs (cuda_graphs.CapturableAttention).
+    """
+
+    name = "flashinfer"
+    max_captured_batch_size = MAX_CAPTURED_BATCH_SIZE
+
+    def __init__(self, setup: AttentionSetup, library: Any) -> None:
+        """`library` is the module flashinfer, or what behaves like it."""
+        self._setup = setup
+        self._library = library
+        self._caches: dict[int, torch.Tensor] = {}
+        kinds = {spec: replace(spec, has_sinks=False) for spec in setup.specs}
+        workspace = _workspace(list(kinds.values()), setup.device)
+        made = {kind: _LayerKind(library, kind, setup, workspace) for kind in dict.fromkeys(kinds.values())}
+        self._kinds = list(made.values())
+        self._kind_of = [made[kinds[spec]] for spec in setup.specs]
+        self._slots = self._eager_slots = self._captured_slots = _Slots.allocate(0, setup.device)
+        self._captured_indices = torch.empty(0, dtype=torch.int32, device=setup.device)
+        # FlashInfer copies its plans to the device out of pinned buffers that the next plan overwrites.
+        self._copies_done = torch.cuda.Event() if setup.device.type == "cuda" else None
+
+    def page_shape(self, layer: int) -> tuple[int, ...]:
+        """(2, page_size, num_kv_heads, kernel head size)."""
+        spec = self._setup.specs[layer]
+        return 2, self._setup.page_size, spec.num_kv_heads, kernel_head_dim(spec.head_dim)
+
+    def bind(self, layer: int, cache: torch.Tensor) -> None:
+        """Keep `cache`, [num_pages, 2, page_size, num_kv_heads, kernel head size]."""
+        self._caches[layer] = cache
+
+    def plan(self, batch: Batch) -> None:
+        """Plan each kind of layer once."""
+        if batch.num_tokens > len(self._eager_slots.pages):
+            self._eager_slots = _Slots.allocate(batch.num_tokens, self._setup.device)
+        self._slots = self._eager_slots.first(batch.num_tokens)
+        self._slots.fill(batch.slots, batch.page_size)
+        table = self._upload(batch)
+        for kind in self._kinds:
+            if batch.max_query_len == 1:
+                kind.plan_decode(table)
+            else:
+                kind.plan_prefill(table)
+        self._mark_copies()
+
+    def allocate_for_capture(self, max_batch_size: int, max_num_pages: int) -> None:
+        """Make the buffers that captured steps read: up to max_batch_size sequences, max_num_pages pages in all."""
+        self._captured_slots = _Slots.allocate(max_batch_size, self._setup.device)
+        self._captured_indices = torch.zeros(max_num_pages, dtype=torch.int32, device=self._setup.device)
+        for kind in self._kinds:
+            kind.forget_captured()
+
+    def plan_captured(self, batch: Batch) -> None:
+        """Plan a decode step of exactly as many sequences as were captured, or are about to be.
+
+        Everything that differs from step to step goes into buffers whose addresses a graph may keep.
+        """
+        self._slots = self._captured_slots.first(batch.num_sequences)
+        self._slots.fill(batch.slots, batch.page_size)
+        table = self._upload(batch)
+        for kind in self._kinds:
+            kind.plan_captured(table, self._captured_indices)
+        self._mark_copies()
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See AttentionBackend.attend."""
+        cache = self._caches[layer]
+        head_dim, kernel_dim = query.shape[-1], cache.shape[-1]
+        slots = self._slots
+        self._library.append_paged_kv_cache(
+            _as_stored(key, kernel_dim, cache.dtype),
+            _as_stored(value, kernel_dim, cache.dtype),
+            slots.rows[:-1],
+            slots.offsets,
+            cache,
+            slots.pages,
+            slots.rows,
+            slots.lengths,
+            kv_layout="NHD",
+        )
+        output = self._kind_of[layer].run(_fitted(query, kernel_dim).to(self._setup.dtype), cache, sinks)
+        return output[..., :head_dim].to(query.dtype)
+
+    def _upload(self, batch: Batch) -> _PageTable:
+        """The step's page table as `plan` wants it: small tensors pinned on the CPU, page numbers on the device."""
+        if self._copies_done is not None:
+            self._copies_done.synchronize()
+        pinned = [
+            tensor.pin_memory() if self._copies_done is not None else tensor
+            for tensor in (batch.query_starts, batch.page_indptr, batch.page_indices, batch.last_page_len)
+        ]
+        query_starts, indptr, indices, last_page_len = pinned
+        return _PageTable(
+            query_starts, indptr, indices.to(self._setup.device, non_blocking=True), last_page_len
+        )
+
+    def _mark_copies(self) -> None:
+        if self._copies_done is not None:
+            self._copies_done.record()
+
+
+@dataclass(frozen=True)
+class _PageTable:
+    """A step's sequences in CSR form, all int32; `indices` on the device, the others on the CPU."""
+
+    query_starts: torch.Tensor
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """Where the step's keys and values go, for the append kernel: each row as a sequence of its own that has one page.
+
+    All int32 on the device. That takes nothing but slot numbers, and the same kernel serves captured steps.
+    """
+
+    rows: torch.Tensor
+    """[num_rows + 1]: 0, 1, … : the row that is a "sequence", and the "page table" of one page each."""
+    pages: torch.Tensor
+    """[num_rows]: the page of each row."""
+    offsets: torch.Tensor
+    """[num_rows]: the row's place in its page."""
+    lengths: torch.Tensor
+    """[num_rows]: tokens in the page once the row is written."""
+
+    @classmethod
+    def allocate(cls, num_rows: int, device: torch.device) -> _Slots:
+        """Memory for that many rows."""
+        rows = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        return cls(rows, *(torch.zeros(num_rows, dtype=torch.int32, device=device) for _ in range(3)))
+
+    def first(self, num_rows: int) -> _Slots:
+        """The first rows, in the same memory."""
+        return _Slots(
+            self.rows[: num_rows + 1], self.pages[:num_rows], self.offsets[:num_rows], self.lengths[:num_rows]
+        )
+
+    def fill(self, slots: torch.Tensor, page_size: int) -> None:
+        """Point the rows to `slots`, int64 [num_rows]."""
+        self.pages.copy_(slots // page_size)
+        self.offsets.copy_(slots % page_size)
+        torch.add(self.offsets, 1, out=self.lengths)
+
+
+class _LayerKind:
+    """All layers that attend alike, and their wrappers: window, soft cap and scale are fixed when a wrapper is planned."""
+
+    def __init__(
+        self, library: Any, spec: AttentionSpec, setup: AttentionSetup, workspace: torch.Tensor
+    ) -> None:
+        self._library = library
+        self._workspace = workspace
+        self._num_heads = (spec.num_query_heads, spec.num_kv_heads)
+        self._kernel_dim = kernel_head_dim(spec.head_dim)
+        self._page_size = setup.page_size
+        self._on_tensor_cores = spec.num_query_heads // spec.num_kv_heads not in CUDA_CORE_GROUP_SIZES
+        self._options = {
+            "pos_encoding_mode": "NONE",
+            "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
+            "logits_soft_cap": spec.soft_cap,
+            "sm_scale": spec.scale,
+            "q_data_type": setup.dtype,
+            "kv_data_type": setup.cache_dtype,
+        }
+        self._prefill = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        self._decode = self._make_decode_wrapper()
+        self._captured: dict[int, Any] = {}
+        self._captured_int_workspace: torch.Tensor | None = None
+        self._planned = self._decode
+
+    def plan_prefill(self, table: _PageTable) -> None:
+        """Plan a step whose sequences compute any number of tokens."""
+        self._prefill.plan(
+            table.query_starts,
+            table.indptr,
+            table.indices,
+            table.last_page_len,
+            *self._num_heads,
+            self._kernel_dim,
+            self._page_size,
+            causal=True,
+            **self._options,
+        )
+        self._planned = self._prefill
+
+    def plan_decode(self, table: _PageTable) -> None:
+        """Plan a step whose sequences compute one token each."""
+        self._plan_decode(self._decode, table)
+
+    def plan_captured(self, table: _PageTable, indices_buffer: torch.Tensor) -> None:
+        """Plan a captured decode step; the first of its size makes the wrapper that the graph will be captured with."""
+        batch_size = len(table.last_page_len)
+        if batch_size not in self._captured:
+            self._captured[batch_size] = self._make_captured_wrapper(batch_size, indices_buffer)
+        self._plan_decode(self._captured[batch_size], table)
+
+    def forget_captured(self) -> None:
+        """Drop the wrappers of captured steps: the graphs that were captured with them must not be replayed any more."""
+        self._captured.clear()
+
+    def run(self, query: torch.Tensor, cache: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Attend as planned: [num_tokens, num_query_heads, kernel head size], contiguous."""
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if sinks is None:
+            self._planned.run(query, cache, out=output)
+            return output
+        _, log2_sum = self._planned.run(query, cache, out=output, return_lse=True)
+        # softmax with one more logit s and no value for it: output · Σ / (Σ + eˢ), where Σ = 2^log2_sum
+        kept = torch.sigmoid(log2_sum * math.log(2) - sinks.float())
+        return (output * kept[..., None]).to(query.dtype)
+
+    def _plan_decode(self, wrapper: Any, table: _PageTable) -> None:
+        wrapper.plan(
+            table.indptr,
+            table.indices,
+            table.last_page_len,
+            *self._num_heads,
+            self._kernel_dim,
+            self._page_size,
+            **self._options,
+        )
+        self._planned = wrapper
+
+    def _make_decode_wrapper(self, **buffers: Any) -> Any:
+        return self._library.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "NHD", use_tensor_cores=self._on_tensor_cores, backend="fa2", **buffers
+        )
+
+    def _make_captured_wrapper(self, batch_size: int, indices_buffer: torch.Tensor) -> Any:
+        """A wrapper of one batch size. All sizes share the memory of their plans: each is planned before each replay."""
+        if self._captured_int_workspace is None:
+            self._captured_int_workspace = self._workspace.new_empty(_INT_WORKSPACE_BYTES)
+        wrapper = self._make_decode_wrapper(
+            use_cuda_graph=True,
+            paged_kv_indptr_buffer=indices_buffer.new_empty(batch_size + 1),
+            paged_kv_indices_buffer=indices_buffer,
+            paged_kv_last_page_len_buffer=indices_buffer.new_empty(batch_size),
+        )
+        wrapper.reset_workspace_buffer(self._workspace, self._captured_int_workspace)
+        return wrapper
+
+
+def _workspace(specs: Sequence[AttentionSpec], device: torch.device) -> torch.Tensor:
+    """Device memory for partial results, zeroed as decoding wants it. Steps and layers use it one after the other."""
+    num_multiprocessors = (
+        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    )
+    num_bytes = max(_partial_result_bytes(spec, num_multiprocessors) for spec in specs)
+    return torch.zeros(max(num_bytes, _MIN_WORKSPACE_BYTES), dtype=torch.uint8, device=device)
+
+
+def _partial_result_bytes(spec: AttentionSpec, num_multiprocessors: int) -> int:
+    """The most that a plan takes for sequences whose keys are split among thread blocks.
+
+    FlashInfer's scheduler (attention/scheduler.cuh, 0.6) wants, for each query head and each row of each tile, the output
+    and its log-sum-exp in float32. It splits up to two tiles per multiprocessor and key-value head; a captured decode
+    step has as many tiles as sequences if that is more.
+    """
+    group_size = spec.num_query_heads // spec.num_kv_heads
+    num_split_tiles = 2 * num_multiprocessors // spec.num_kv_heads
+    decode_tile = 16 if group_size <= 16 else 64 if group_size <= 64 else 128
+    num_decode_tiles = MAX_CAPTURED_BATCH_SIZE * -(-group_size // decode_tile)
+    num_rows = max(num_split_tiles * 128, num_decode_tiles * decode_tile)
+    return num_rows * spec.num_query_heads * (kernel_head_dim(spec.head_dim) + 1) * 4
+
+
+def _fitted(heads: torch.Tensor, kernel_dim: int) -> torch.Tensor:
+    """[rows, heads, dim] with zeros up to kernel_dim, and the values of a head beside each other in memory."""
+    if heads.shape[-1] < kernel_dim:
+        return functional.pad(heads, (0, kernel_dim - heads.shape[-1]))
+    return heads if heads.stride(-1) == 1 else heads.contiguous()
+
+
+def _as_stored(heads: torch.Tensor, kernel_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Keys or values as they go into the pages; float8 has no infinity, so that larger values are cut off."""
+    heads = _fitted(heads, kernel_dim)
+    if dtype == torch.float8_e4m3fn:
+        heads = heads.clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8)
+    return heads.to(dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
