@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -385,6 +386,54 @@ def test_a_conversation_reuses_what_it_has_computed(checkpoint: Path) -> None:
         history += answers.tokens(item.request_id)
     assert cached.statistics().num_prefix_cached_tokens > 0.7 * (cached.statistics().num_prompt_tokens - 12)
     assert plain.statistics().num_prefix_cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": "[ab]{3,8}c"}, "[ab]{3,8}c"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        (
+            {"json": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}},
+            r'\{\s*"a"\s*:\s*[12]\s*(,.*)?\}',
+        ),
+        ({"grammar": 'root ::= "x" [0-9] "y"'}, "x[0-9]y"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_structured_outputs_have_their_form_in_any_company(
+    checkpoint: Path, form: dict[str, object], pattern: str
+) -> None:
+    """Beside free neighbours, over a pool that preempts: the text has the form, and is that of the request alone."""
+    guided = [
+        request(
+            f"g{i}",
+            [40 + i] * 30,
+            structured_outputs=form,
+            ignore_eos=False,
+            max_tokens=60,
+            temperature=1,
+            seed=i,
+        )
+        for i in range(4)
+    ]
+    target = engine(checkpoint, num_pages=40)
+    together = run(target, *random_requests(seed=9, count=6), *guided, stagger=1)
+    assert target.statistics().num_preemptions > 0
+    for item in guided:
+        if together.ending(item.request_id) is FinishReason.STOP:
+            assert re.fullmatch(pattern, together.text(item.request_id), re.DOTALL)
+        alone = run(engine(checkpoint), item)
+        assert together.tokens(item.request_id) == alone.tokens(item.request_id)
+    assert any(together.ending(item.request_id) is FinishReason.STOP for item in guided)
+
+
+def test_a_grammar_that_is_none_is_refused(checkpoint: Path) -> None:
+    target = engine(checkpoint)
+    for form in ({"regex": "("}, {"json": {"type": "banana"}}, {"grammar": "::="}):
+        with pytest.raises(RequestError, match="structured_outputs") as caught:
+            target.prepare(request("a", [5], structured_outputs=form))
+        assert caught.value.code is ErrorCode.INVALID_ARG
 
 
 def test_a_salt_keeps_tenants_apart(checkpoint: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from paged_engine.config import EngineConfig
 from paged_engine.constraints import TokenConstraints
 from paged_engine.errors import RequestError
+from paged_engine.guided import GrammarCompiler
 from paged_engine.request import Chat, GenerateRequest, Prompt, SamplingParams
 from paged_engine.scheduling.sequence import Sequence
 from paged_engine.text.tokenizer import Tokenizer
@@ -41,6 +42,7 @@ class Admission:
         *,
         vocab_size: int,
         eos_token_ids: frozenset[int],
+        grammars: GrammarCompiler,
         sampling_defaults: Mapping[str, Any],
     ) -> None:
         """
@@ -49,12 +51,14 @@ class Admission:
             tokenizer: of the checkpoint.
             vocab_size: token ids are 0 to vocab_size - 1.
             eos_token_ids: the checkpoint's end-of-sequence tokens.
+            grammars: for requests that want structured outputs.
             sampling_defaults: what the checkpoint's generation_config says, for fields that a request leaves open.
         """
         self._config = config
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._grammars = grammars
         self._sampling_defaults = dict(sampling_defaults)
 
     def prepare(self, request: GenerateRequest) -> PreparedRequest:
@@ -72,6 +76,7 @@ class Admission:
         constraints = TokenConstraints.resolve(
             sampling, self._vocab_size, self._eos_token_ids, self._bad_word_ids(sampling.bad_words)
         )
+        wanted = sampling.structured_outputs
         sequences = tuple(
             Sequence(
                 request.request_id,
@@ -81,6 +86,7 @@ class Admission:
                 seed=seed,
                 index=index,
                 constraints=constraints,
+                grammar=wanted and self._grammars.start(wanted),
                 priority=request.priority,
                 cache_salt=request.cache_salt,
             )
@@ -129,7 +135,11 @@ class Admission:
 
     def _bad_word_ids(self, bad_words: list[str]) -> list[list[int]]:
         """Each word as it is written at the beginning of a text and after a space (as in vLLM)."""
-        spellings = [spelling for word in bad_words for spelling in (word.lstrip(), " " + word.lstrip())]
+        spellings = [
+            spelling
+            for word in bad_words
+            for spelling in ((word.lstrip(), " " + word.lstrip()) if word.strip() else (word,))
+        ]
         return [token_ids for spelling in spellings if (token_ids := self._tokenizer.encode_part(spelling))]
 
     def _with_defaults(self, sampling: SamplingParams) -> SamplingParams:

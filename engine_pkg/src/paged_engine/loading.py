@@ -21,6 +21,7 @@ from paged_engine.engine import Engine
 from paged_engine.execution.kv_cache import cache_dtype, create_kv_cache
 from paged_engine.execution.runner import ModelRunner
 from paged_engine.execution.sampling import Sampler
+from paged_engine.guided import GrammarCompiler
 from paged_engine.models.load import load_model, resolve_checkpoint, resolve_device
 from paged_engine.scheduling.pages import PagePool
 from paged_engine.scheduling.scheduler import Scheduler
@@ -79,6 +80,7 @@ def load_engine(config: EngineConfig) -> Engine:
             tokenizer,
             vocab_size=model.vocab_size,
             eos_token_ids=eos_token_ids,
+            grammars=GrammarCompiler(tokenizer.hf_tokenizer, model.vocab_size, eos_token_ids),
             sampling_defaults=_sampling_defaults(model.generation_config)
             if config.use_generation_config
             else {},

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from paged_engine.errors import RequestError
+from paged_engine.structured_outputs import StructuredOutputsValue
 from paged_engine.validation import Decimal, Flag, Strings, Whole, explain
 
 _MAX_INT64 = 2**63 - 1
@@ -61,6 +62,9 @@ class SamplingParams(BaseModel):
     allowed_token_ids: list[Whole] | None = Field(None, description="a list of at least one token id")
     logit_bias: dict[Whole, Decimal] = Field(
         default_factory=dict, description="an object of token id: finite number from -100 to 100"
+    )
+    structured_outputs: StructuredOutputsValue | None = Field(
+        None, description="an object with exactly one of json, json_object, regex, choice and grammar"
     )
     ignore_eos: Flag = Field(False, description="true or false")
     logprobs: Whole | None = Field(None, ge=0, le=100, description="a whole number from 0 to 100")

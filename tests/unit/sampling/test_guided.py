@@ -167,6 +167,15 @@ def test_the_sequences_of_one_request_do_not_share_a_state() -> None:
     assert sample_tokens(logits.repeat(2, 1), [first, second]) == [b, a]
 
 
+def test_a_state_catches_up_with_any_number_of_tokens_and_asking_twice_changes_nothing() -> None:
+    sequence, (a, b) = guided({"regex": "abab"}, 0), TOKENIZER.encode("ab")
+    logits = torch.zeros(1, VOCAB_SIZE)
+    sequence.token_ids.extend([a, b])
+    assert sample_tokens(logits, [sequence]) == sample_tokens(logits, [sequence]) == [a]
+    sequence.token_ids.append(a)
+    assert sample_tokens(logits, [sequence]) == sample_tokens(logits, [sequence]) == [b]
+
+
 def test_a_complete_grammar_leaves_only_eos_also_where_eos_is_ignored() -> None:
     sequence = guided({"choice": ["t"]}, 0, ignore_eos=True)
     sequence.token_ids.extend(TOKENIZER.encode("t"))

@@ -184,7 +184,8 @@ def test_logprobs_are_of_the_raw_logits_and_only_where_asked_for() -> None:
 
 @pytest.mark.parametrize("bad_value", [torch.nan, torch.inf])
 @pytest.mark.parametrize(
-    "controls", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.5}, {"logprobs": 2, "temperature": 0}]
+    "controls",
+    [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}, {"logprobs": 2, "temperature": 0}],
 )
 def test_a_row_of_broken_logits_ends_its_own_sequence_only(
     bad_value: float, controls: dict[str, Any]
@@ -202,6 +203,14 @@ def test_a_row_of_broken_logits_ends_its_own_sequence_only(
         assert "not finite" in error.message
     for row in (0, 1, 3):
         assert results[row] == healthy[row]
+
+
+def test_a_nan_that_no_control_lets_through_still_spoils_the_logprobs() -> None:
+    logits = random_rows(1)
+    logits[0, 33] = torch.nan
+    controls: dict[str, Any] = {"allowed_token_ids": [5, 6]}
+    assert isinstance(sample(logits, [make_sequence(VOCAB_SIZE, **controls)])[0], SampledToken)
+    assert isinstance(sample(logits, [make_sequence(VOCAB_SIZE, logprobs=0, **controls)])[0], RequestError)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -14,6 +14,7 @@ from paged_engine.admission import Admission
 from paged_engine.config import EngineConfig
 from paged_engine.engine import Engine
 from paged_engine.execution.sampling import SampledToken, TokenLogprob
+from paged_engine.guided import GrammarCompiler
 from paged_engine.scheduling.pages import PagePool
 from paged_engine.scheduling.scheduler import Scheduler
 from paged_engine.serving.faults import FaultyEngine
@@ -175,7 +176,11 @@ class MemoryMetrics:
     def __init__(self) -> None:
         self.values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self.observations: dict[str, list[float]] = {}
+        self.is_open = True
         self.is_closed = False
+
+    def open(self) -> bool:
+        return self.is_open
 
     def counter(self, name: str, description: str, labels: Mapping[str, str]) -> Any:
         key = (name, tuple(sorted(labels.items())))
@@ -221,6 +226,7 @@ class ServedModel:
             self.tokenizer,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=self.tokenizer.eos_token_ids,
+            grammars=GrammarCompiler(None, VOCAB_SIZE, frozenset()),
             sampling_defaults={},
         )
         model: Any = self.model

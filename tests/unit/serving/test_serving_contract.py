@@ -32,7 +32,10 @@ def parse(
 
 
 def parse_chat(sampling_parameters: dict[str, Any]) -> ParsedRequest:
-    tensors = {"messages": [b'[{"role": "user", "content": "hi"}]'], "sampling_parameters": [json.dumps(sampling_parameters).encode()]}
+    tensors = {
+        "messages": [b'[{"role": "user", "content": "hi"}]'],
+        "sampling_parameters": [json.dumps(sampling_parameters).encode()],
+    }
     return CONTRACT.parse(RawRequest(tensors), "7")
 
 
@@ -257,7 +260,7 @@ def test_reserved_request_parameters_are_left_alone() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["structured_outputs", "guided_decoding", "lora_name", "prompt_logprobs", "response_format"],
+    ["guided_decoding", "lora_name", "prompt_logprobs", "response_format"],
 )
 def test_what_does_not_exist_is_refused_by_name(key: str) -> None:
     assert error_of(None, {key: "x"}) == f"{key} is not supported by this server"

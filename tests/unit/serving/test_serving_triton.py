@@ -100,12 +100,48 @@ def test_a_server_built_without_metrics_serves_all_the_same(
     metrics.close()
 
 
+def test_series_are_not_shared_with_an_instance_that_is_being_replaced(
+    triton: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton loads the new instance first, and would free shared series when the old one lets go of them."""
+    made: list[tuple[str, list[float]]] = []
+
+    class MetricFamily:
+        COUNTER = GAUGE = HISTOGRAM = 0
+
+        def __init__(self, name: str, **arguments: Any) -> None:
+            self.name = name
+
+        def Metric(self, **arguments: Any) -> Any:
+            values: list[float] = []
+            made.append((self.name, values))
+            return SimpleNamespace(increment=values.append, observe=values.append)
+
+    monkeypatch.setattr(triton.pb_utils, "MetricFamily", MetricFamily, raising=False)
+    old = triton.open_metrics(arguments({"model": "x"}))
+    num_series = len(made)
+    assert num_series > 0
+    other_version = triton.open_metrics({**arguments({"model": "x"}), "model_version": "4"})
+    assert len(made) == 2 * num_series
+    new = triton.open_metrics(arguments({"model": "x"}))
+    new.record(new.queue_seconds, [1.0])
+    new.publish(EngineStatistics(*range(10)), 1, 2)
+    assert len(made) == 2 * num_series
+    old.close()
+    new.publish(EngineStatistics(*range(10)), 1, 2)
+    assert len(made) == 3 * num_series
+    values = dict(made[2 * num_series :])
+    assert values["llm_queue_seconds"] == [1.0]
+    assert values["llm_requests_waiting"] == [2]
+    new.close()
+    other_version.close()
+
+
 def test_the_instance_is_a_label_where_there_are_several(
     triton: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = MemoryMetrics()
-    monkeypatch.setattr(triton, "TritonMetrics", lambda: registry)
-    monkeypatch.setattr(triton.pb_utils, "TritonModelException", Exception, raising=False)
+    monkeypatch.setattr(triton, "TritonMetrics", lambda turn: registry)
 
     def instance_labels(groups: list[dict[str, Any]]) -> set[str | None]:
         registry.values.clear()

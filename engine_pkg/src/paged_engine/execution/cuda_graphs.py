@@ -53,18 +53,14 @@ class CudaRecorder:
     """Records into CUDA graphs that share one pool of memory: they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """See Recorder. The function runs once before, outside of the graph, for what happens at a first run only."""
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            function()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        function()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             function()
         return graph.replay
 
@@ -80,7 +76,7 @@ class DecodeGraphs:
         self,
         forward: Forward,
         attention: CapturableAttention,
-        recorder: Recorder,
+        make_recorder: Callable[[], Recorder],
         *,
         device: torch.device,
         vocab_size: int,
@@ -93,7 +89,7 @@ class DecodeGraphs:
         Args:
             forward: the model.
             attention: its backend.
-            recorder: what captures.
+            make_recorder: makes what captures, anew for each use.
             device: of the model.
             vocab_size: width of its logits.
             page_size: tokens of a page.
@@ -103,13 +99,15 @@ class DecodeGraphs:
         self.sizes = batch_sizes(min(max_batch_size, attention.max_captured_batch_size))
         self._forward = forward
         self._attention = attention
-        self._recorder = recorder
+        self._make_recorder = make_recorder
         self._device = device
         self._page_size = page_size
         self._replays: dict[int, Callable[[], None]] = {}
         largest = self.sizes[-1]
         self._max_pages = min(largest * -(-max_seq_len // page_size), _MAX_PAGES)
-        self._token_ids, self._positions, self._slots = torch.zeros(3, largest, dtype=torch.int64, device=device)
+        self._token_ids, self._positions, self._slots = torch.zeros(
+            3, largest, dtype=torch.int64, device=device
+        )
         self._rows = torch.arange(largest, device=device)
         self._logits = torch.zeros(largest, vocab_size, dtype=torch.float32, device=device)
         self._padding = _padding(largest, 0, page_size, device)
@@ -121,9 +119,10 @@ class DecodeGraphs:
         All share the memory of the largest; what the second adds, each other one adds. Page 0 of the cache is written.
         """
         taken = [0]
+        recorder = self._make_recorder()
         for size in self.sizes[:-3:-1]:
             before, _ = torch.cuda.mem_get_info(self._device)
-            if not self._capture_size(size):
+            if not self._capture_size(size, recorder):
                 return 0
             after, _ = torch.cuda.mem_get_info(self._device)
             taken.append(max(0, before - after))
@@ -139,10 +138,13 @@ class DecodeGraphs:
         Args:
             dummy_page: a page of the cache that no sequence is ever given; padding writes there.
         """
-        self._padding = _padding(max(self.sizes, default=0), dummy_page, self._page_size, self._device)
+        if not self.sizes:  # measure() has found that it cannot be done
+            return
+        self._padding = _padding(self.sizes[-1], dummy_page, self._page_size, self._device)
+        recorder = self._make_recorder()
         started = reported = time.monotonic()
         for count, size in enumerate(reversed(self.sizes), start=1):
-            if not self._capture_size(size):
+            if not self._capture_size(size, recorder):
                 return
             if time.monotonic() - reported > _PROGRESS_SECONDS:
                 reported = time.monotonic()
@@ -153,7 +155,10 @@ class DecodeGraphs:
         """Whether `batch` is a decode step that a graph was captured for."""
         if batch.max_query_len != 1 or not self._replays or batch.num_sequences > self.sizes[-1]:
             return False
-        return len(batch.page_indices) + self._size_for(batch.num_sequences) - batch.num_sequences <= self._max_pages
+        return (
+            len(batch.page_indices) + self._size_for(batch.num_sequences) - batch.num_sequences
+            <= self._max_pages
+        )
 
     @torch.inference_mode()
     def replay(self, batch: Batch) -> torch.Tensor:
@@ -170,12 +175,14 @@ class DecodeGraphs:
         return self._logits[batch.sample_rows]
 
     @torch.inference_mode()
-    def _capture_size(self, size: int) -> bool:
+    def _capture_size(self, size: int, recorder: Recorder) -> bool:
         """Record one size; False, and nothing recorded at all from now on, if it fails."""
         try:
             self._attention.plan_captured(self._place(_first(self._padding, size), size))
-            self._replays[size] = self._recorder.record(functools.partial(self._compute, size))
-        except Exception as error:  # a model's own code, or memory: either way there is the step without a graph
+            self._replays[size] = recorder.record(functools.partial(self._compute, size))
+        except (
+            Exception
+        ) as error:  # a model's own code, or memory: either way there is the step without a graph
             _log.warning("decode steps are run without CUDA graphs: %s: %s", type(error).__name__, error)
             self._replays.clear()
             self.sizes = []
@@ -225,7 +232,7 @@ def make_decode_graphs(
     return DecodeGraphs(
         functools.partial(forward_flat, model.module),
         backend,
-        CudaRecorder(model.device),
+        functools.partial(CudaRecorder, model.device),
         device=model.device,
         vocab_size=model.vocab_size,
         page_size=page_size,

@@ -58,6 +58,7 @@ def create_kv_cache(
     *,
     max_seq_len: int,
     measure_step: Callable[[], int],
+    num_spare_pages: int = 0,
 ) -> KVCache:
     """Size the pool, allocate it and give it to the backend.
 
@@ -73,6 +74,7 @@ def create_kv_cache(
         max_seq_len: tokens of the longest sequence that the model can do.
         measure_step: runs the largest step and returns the bytes of GPU memory that it takes besides weights and
             pages. Called on a GPU alone, with one page bound to every layer.
+        num_spare_pages: pages to allocate besides the pool's, numbered on from these, which no sequence is given.
 
     Raises:
         ConfigurationError: there is no room for the requested or the smallest possible pool.
@@ -83,13 +85,13 @@ def create_kv_cache(
         if device.type == "cpu":
             usable = int(available_cpu_memory() * (config.kv_cache_memory_fraction or _CPU_FRACTION))
             wanted = config.max_batch_size * math.ceil(max_seq_len / config.page_size)
-            num_pages = min(wanted, usable // page_bytes)
+            num_pages = min(wanted, usable // page_bytes - num_spare_pages)
         else:
             _allocate(backend, num_layers, 1, dtype, device)
             step_bytes = measure_step()
             free_bytes, _ = torch.cuda.mem_get_info(device)
             usable = int((free_bytes - step_bytes) * (config.kv_cache_memory_fraction or _GPU_FRACTION))
-            num_pages = max(0, usable // page_bytes)
+            num_pages = max(0, usable // page_bytes - num_spare_pages)
     num_tokens = num_pages * config.page_size
     if num_tokens < _MIN_TOKENS:
         raise ConfigurationError(
@@ -98,7 +100,7 @@ def create_kv_cache(
             "page_size or max_num_tokens, or give the server more memory"
         )
     try:
-        _allocate(backend, num_layers, num_pages, dtype, device)
+        _allocate(backend, num_layers, num_pages + num_spare_pages, dtype, device)
     except (RuntimeError, MemoryError) as error:
         raise ConfigurationError(
             f"the KV cache of {num_pages} pages ({num_pages * page_bytes} bytes) does not fit on {device}: lower "

@@ -19,13 +19,17 @@ from paged_engine.scheduling.sequence import ScheduledRange, Sequence, StepPlan
 class ModelRunner:
     """A loaded model whose attention goes through `backend`. A model has one runner; another one takes it over."""
 
-    def __init__(self, model: LoadedModel, backend: AttentionBackend, graphs: DecodeGraphs | None = None) -> None:
+    def __init__(
+        self, model: LoadedModel, backend: AttentionBackend, graphs: DecodeGraphs | None = None
+    ) -> None:
         """`graphs`, of the same model and backend, serve the steps that they cover once they are captured."""
         self._model = model
         self._backend = backend
         self._graphs = graphs
         # Kernels that are not torch's go to the thread's current device, whatever their tensors' is.
-        self._current_device = torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
+        self._current_device = (
+            torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
+        )
         attach(model.layers, backend)
 
     @property
@@ -44,7 +48,15 @@ class ModelRunner:
             if self._graphs is not None and self._graphs.covers(batch):
                 return self._graphs.replay(batch)
             self._backend.plan(batch)
-            return forward_flat(self._model.module, batch.token_ids, batch.positions, batch.sample_rows).float()
+            return forward_flat(
+                self._model.module, batch.token_ids, batch.positions, batch.sample_rows
+            ).float()
+
+    def capture_graphs(self, dummy_page: int) -> None:
+        """Record the graphs, once the pages are bound; `dummy_page` is a page of the cache that no sequence is given."""
+        if self._graphs is not None:
+            with self._current_device:
+                self._graphs.capture(dummy_page)
 
     def measure_step(self, max_num_tokens: int, max_batch_size: int, page_size: int) -> int:
         """Run the largest step there can be, and return the bytes of GPU memory that it takes at its peak, with those

@@ -57,7 +57,8 @@ class Sampler:
         if not sequences:
             return []
         scored = [row for row, item in enumerate(sequences) if item.sampling.logprobs is not None]
-        logprobs = logits[scored].log_softmax(dim=-1) if scored else None
+        raw = logits if len(scored) == len(sequences) else logits[scored]
+        logprobs = raw.log_softmax(dim=-1) if scored else None
         errors = apply_grammars(logits, sequences)
         apply_constraints(logits, sequences)
         apply_penalties(logits, sequences)
@@ -81,15 +82,14 @@ class Sampler:
         if len(greedy) == len(sequences):
             chosen = most_likely(logits)
             return chosen, logits.gather(1, chosen[:, None])[:, 0].tolist()
-        best: list[float] = logits.amax(dim=-1).tolist()
-        chosen = torch.zeros(len(sequences), dtype=torch.int64, device=logits.device)
+        chosen = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
         if greedy:
             chosen[greedy] = most_likely(logits[greedy])
         greedy_rows = set(greedy)
-        random = [row for row in range(len(sequences)) if row not in greedy_rows and math.isfinite(best[row])]
-        if random:
-            controls = _random_controls([sequences[row] for row in random], self.vocab_size)
-            chosen[random] = draw(logits if len(random) == len(sequences) else logits[random], controls)
+        random = [row for row in range(len(sequences)) if row not in greedy_rows]
+        controls = _random_controls([sequences[row] for row in random], self.vocab_size)
+        chosen[random] = draw(logits[random] if greedy else logits, controls)
+        best: list[float] = logits.amax(dim=-1).tolist()
         return chosen, best
 
 

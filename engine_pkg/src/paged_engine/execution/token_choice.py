@@ -96,7 +96,7 @@ def draw(
     """Draw a token for each row.
 
     Args:
-        logits: float32 [rows, vocab_size]; each row's largest is finite, and -inf is never drawn.
+        logits: float32 [rows, vocab_size]; -inf is never drawn. A row whose largest logit is not finite gets any token.
         controls: of the same rows.
         candidate_counts: ascending; they change how long it takes, never the result.
 

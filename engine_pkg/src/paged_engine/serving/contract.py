@@ -111,9 +111,7 @@ class Contract:
             timeout_ms=self._config.default_timeout_ms if options.timeout_ms is None else options.timeout_ms,
         )
 
-    def _prompt(
-        self, tensors: Mapping[str, Sequence[Any]], values: Mapping[str, Any]
-    ) -> tuple[Prompt, int]:
+    def _prompt(self, tensors: Mapping[str, Sequence[Any]], values: Mapping[str, Any]) -> tuple[Prompt, int]:
         """The prompt, and its size in bytes."""
         names = [item.name for item in INPUTS if item.role is Role.PROMPT and item.name in tensors]
         if len(names) != 1:
@@ -175,7 +173,9 @@ def _chat(text: str, values: Mapping[str, Any]) -> Chat:
     tools = values.get("tools")
     if tools is not None and not _is_list_of_objects(tools):
         raise RequestError.invalid(f"tools must be a list of objects, got {shown(tools)}")
-    template_kwargs = _checked(values.get("chat_template_kwargs", {}), dict, "chat_template_kwargs", "an object")
+    template_kwargs = _checked(
+        values.get("chat_template_kwargs", {}), dict, "chat_template_kwargs", "an object"
+    )
     return Chat(messages, tools, template_kwargs)
 
 

@@ -135,7 +135,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 NOT_BUILT = frozenset(
     {
-        "structured_outputs",
         "guided_decoding",
         "response_format",
         "lora_name",

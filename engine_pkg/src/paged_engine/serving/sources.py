@@ -13,6 +13,7 @@ from typing import Any
 
 from paged_engine.errors import RequestError
 from paged_engine.request import SamplingParams
+from paged_engine.serving.guides import GUIDE_KEYS, fold_guides
 from paged_engine.serving.inputs import (
     INPUTS,
     INPUTS_BY_NAME,
@@ -29,6 +30,7 @@ _JSON_KEYS = frozenset(
     {item.name for item in INPUTS if item.role in (Role.OPTION, Role.SAMPLING, Role.NEUTRAL)}
     | set(SamplingParams.model_fields)
     | set(REQUEST_KEYS)
+    | GUIDE_KEYS
 )
 """What `sampling_parameters` and request parameters may carry, besides the keys of other servers."""
 
@@ -77,7 +79,7 @@ def merged_values(raw: RawRequest) -> tuple[dict[str, Any], dict[str, str]]:
             target = _target(name)
             values[target] = value
             given_names[target] = name
-    return values, given_names
+    return fold_guides(values), given_names
 
 
 def _tensor_value(name: str, elements: Sequence[Any]) -> Any:

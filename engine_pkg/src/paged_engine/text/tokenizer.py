@@ -22,7 +22,8 @@ class Tokenizer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.hf_tokenizer = tokenizer
+        """transformers' object, for libraries that read its vocabulary."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._codec: Codec = (
             FastCodec(backend) if isinstance(backend, tokenizers.Tokenizer) else SlowCodec(tokenizer)
@@ -95,7 +96,7 @@ class Tokenizer:
         Raises:
             RequestError: INVALID_ARG for messages that are malformed or that the template refuses.
         """
-        prompt = chat.render(self._tokenizer, messages, chat_template_kwargs or {}, tools)
+        prompt = chat.render(self.hf_tokenizer, messages, chat_template_kwargs or {}, tools)
         return self._encode(prompt, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -1,0 +1,59 @@
+"""Structured outputs under the names of several servers mean the same."""
+
+from typing import Any
+
+import pytest
+
+from paged_engine.errors import RequestError
+from paged_engine.request import SamplingParams
+from paged_engine.serving.guides import fold_guides
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("values", "folded"),
+    [
+        ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["x", "y"]}, {"choice": ["x", "y"]}),
+        ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+        ({"guided_decoding_guide_type": "json"}, {"json_object": True}),
+        ({"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": "{}"}, {"json": "{}"}),
+        ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a"}, {"regex": "a"}),
+        ({"guided_decoding_guide_type": "ebnf_grammar", "guided_decoding_guide": "g"}, {"grammar": "g"}),
+        ({"structured_outputs": {"regex": "a"}}, {"regex": "a"}),
+    ],
+)
+def test_every_name_becomes_one(values: dict[str, Any], folded: dict[str, Any]) -> None:
+    assert fold_guides({"temperature": 0, **values}) == {"temperature": 0, "structured_outputs": folded}
+
+
+def test_without_a_guide_nothing_changes() -> None:
+    assert fold_guides({"temperature": 0}) == {"temperature": 0}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"guided_json": {}, "guided_regex": "a"},
+            "only one guide can be followed, got guided_json and guided_regex",
+        ),
+        ({"structured_outputs": {}, "guided_regex": "a"}, "only one guide"),
+        ({"guided_decoding_guide_type": "xml"}, "must be json, json_schema, regex, ebnf_grammar, got xml"),
+        ({"guided_decoding_guide": "a"}, "guided_decoding_guide_type must be"),
+        ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide must be given"),
+    ],
+)
+def test_contradictions_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        fold_guides(values)
+
+
+@pytest.mark.parametrize(
+    "value", [{}, {"regex": "a", "choice": ["b"]}, {"regexp": "a"}, "{bad", 5, {"choice": []}]
+)
+def test_a_form_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(RequestError, match="structured_outputs must be an object with exactly one of"):
+        SamplingParams.parse({"structured_outputs": value})
