@@ -86,7 +86,7 @@ class Admission:
                 seed=seed,
                 index=index,
                 constraints=constraints,
-                grammar=wanted and self._grammars.start(wanted),
+                grammar=None if wanted is None else self._grammars.start(wanted),
                 priority=request.priority,
                 cache_salt=request.cache_salt,
             )

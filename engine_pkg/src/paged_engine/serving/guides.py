@@ -39,7 +39,9 @@ def fold_guides(values: Mapping[str, Any]) -> dict[str, Any]:
         guides["structured_outputs"] = values["structured_outputs"]
     if len(guides) > 1:
         raise RequestError.invalid(f"only one guide can be followed, got {' and '.join(sorted(guides))}")
-    return {**folded, **{"structured_outputs": guide for guide in guides.values()}}
+    if guides:
+        folded["structured_outputs"] = next(iter(guides.values()))
+    return folded
 
 
 def _tensorrt_llm_guide(values: Mapping[str, Any]) -> dict[str, Any]:
