@@ -96,6 +96,7 @@ class EngineConfig(BaseModel):
     )
 
     # The machine
+    cuda_graphs: Flag = Field(True, description="true or false; replays decode steps as CUDA graphs on a GPU")
     num_threads: Whole = Field(
         0, ge=0, le=4096, description="a whole number from 0 to 4096; 0 is the cores we may use"
     )

@@ -18,6 +18,7 @@ from paged_engine.attention.interface import AttentionSetup
 from paged_engine.attention.select import select_backend
 from paged_engine.config import EngineConfig
 from paged_engine.engine import Engine
+from paged_engine.execution.cuda_graphs import make_decode_graphs
 from paged_engine.execution.kv_cache import cache_dtype, create_kv_cache
 from paged_engine.execution.runner import ModelRunner
 from paged_engine.execution.sampling import Sampler
@@ -53,7 +54,12 @@ def load_engine(config: EngineConfig) -> Engine:
     specs = tuple(layer.spec for layer in model.layers)
     setup = AttentionSetup(specs, config.page_size, device=device, dtype=model.dtype, cache_dtype=kv_dtype)
     backend = select_backend(config.attention_backend, setup)
-    runner = ModelRunner(model, backend)
+    graphs = None
+    if config.cuda_graphs:
+        graphs = make_decode_graphs(
+            model, backend, page_size=config.page_size, max_batch_size=config.max_batch_size
+        )
+    runner = ModelRunner(model, backend, graphs)
     cache = create_kv_cache(
         config,
         backend,
@@ -61,10 +67,12 @@ def load_engine(config: EngineConfig) -> Engine:
         kv_dtype,
         device,
         max_seq_len=model.max_seq_len,
+        num_spare_pages=0 if graphs is None else 1,
         measure_step=lambda: runner.measure_step(
             config.max_num_tokens, config.max_batch_size, config.page_size
         ),
     )
+    runner.capture_graphs(dummy_page=cache.num_pages)
     effective = config.model_copy(
         update={"max_seq_len": cache.max_seq_len, "num_pages": cache.num_pages, "num_threads": num_threads}
     )
@@ -99,7 +107,7 @@ def usable_cores() -> int:
     """Cores this process may use: its CPU affinity, and the cgroup's quota where there is one."""
     affinity = len(os.sched_getaffinity(0))
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         return affinity
     return affinity if quota == "max" else max(1, min(affinity, round(int(quota) / int(period))))

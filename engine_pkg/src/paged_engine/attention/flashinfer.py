@@ -1,7 +1,7 @@
 """Paged attention by FlashInfer's kernels: what makes an NVIDIA GPU work near its memory bandwidth.
 
-The only module that imports flashinfer, and only when a GPU is to be used. Checked against the sources of
-flashinfer-python 0.6 and 0.7, whose public wrappers it calls with arguments that mean the same in both:
+flashinfer is imported when a GPU is to be used, and not before. Checked against the sources of flashinfer-python 0.6 and
+0.7, whose public interface it calls with arguments that mean the same in both:
 
 - Mixed steps go through the prefill wrapper, whose causal mask is aligned to the bottom right, as chunks need it; steps
   in which every sequence computes one token go through the decode wrapper, on tensor cores for large groups.
@@ -14,31 +14,30 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
-import math
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from paged_engine.attention.interface import AttentionSetup, AttentionSpec, BackendUnsupported
+from paged_engine.attention.flashinfer_wrappers import (
+    HEAD_DIMS,
+    MAX_CAPTURED_BATCH_SIZE,
+    LayerKind,
+    PageTable,
+    kernel_head_dim,
+    make_workspace,
+)
+from paged_engine.attention.interface import AttentionSetup, BackendUnsupported
 from paged_engine.attention.trial import try_out
 from paged_engine.execution.batch import Batch
 
 _log = logging.getLogger(__name__)
 
-HEAD_DIMS = (64, 128, 256)
-"""Head sizes of both the attention and the append kernels."""
-CUDA_CORE_GROUP_SIZES = (1, 2, 3)
-"""Query heads per key-value head up to which decoding without tensor cores is the faster, and which every version has."""
-MAX_CAPTURED_BATCH_SIZE = 512
-_VERSIONS = ((0, 6), (0, 7))
 _OLDEST_COMPUTE_CAPABILITY = (8, 0)
 _MAX_APPENDED_VALUES = 8192
 """Key-value heads x head size that one thread block of the append kernel writes (1024 threads of 8 values)."""
-_MIN_WORKSPACE_BYTES = 128 << 20
-_INT_WORKSPACE_BYTES = 8 << 20
 _LARGEST_FLOAT8 = 448.0
 
 
@@ -65,7 +64,7 @@ def why_unsupported(setup: AttentionSetup) -> str | None:
         version = importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
         return "the package flashinfer-python is not installed (it comes with paged-engine[gpu])"
-    if tuple(int(part) for part in version.split(".")[:2]) not in _VERSIONS:
+    if not re.match(r"0\.[67]\b", version):
         return f"flashinfer-python must be 0.6 or 0.7, and {version} is installed"
     capability = torch.cuda.get_device_capability(setup.device)
     if capability < _OLDEST_COMPUTE_CAPABILITY:
@@ -91,16 +90,9 @@ def load_flashinfer(setup: AttentionSetup) -> FlashInferAttention:
             try_out(backend, setup)
     except BackendUnsupported:
         raise
-    except (
-        Exception
-    ) as error:  # from an import that fails to a compiler that does: all mean that it cannot be used
+    except Exception as error:  # a failing import, a missing compiler, …: all mean that it cannot be used
         raise BackendUnsupported(f"FlashInfer does not run here: {type(error).__name__}: {error}") from error
     return backend
-
-
-def kernel_head_dim(head_dim: int) -> int:
-    """The smallest head size that the kernels have and that holds `head_dim`."""
-    return next(size for size in HEAD_DIMS if size >= head_dim)
 
 
 class FlashInferAttention:
@@ -118,8 +110,8 @@ class FlashInferAttention:
         self._library = library
         self._caches: dict[int, torch.Tensor] = {}
         kinds = {spec: replace(spec, has_sinks=False) for spec in setup.specs}
-        workspace = _workspace(list(kinds.values()), setup.device)
-        made = {kind: _LayerKind(library, kind, setup, workspace) for kind in dict.fromkeys(kinds.values())}
+        workspace = make_workspace(list(kinds.values()), setup.device)
+        made = {kind: LayerKind(library, kind, setup, workspace) for kind in dict.fromkeys(kinds.values())}
         self._kinds = list(made.values())
         self._kind_of = [made[kinds[spec]] for spec in setup.specs]
         self._slots = self._eager_slots = self._captured_slots = _Slots.allocate(0, setup.device)
@@ -195,7 +187,7 @@ class FlashInferAttention:
         output = self._kind_of[layer].run(_fitted(query, kernel_dim).to(self._setup.dtype), cache, sinks)
         return output[..., :head_dim].to(query.dtype)
 
-    def _upload(self, batch: Batch) -> _PageTable:
+    def _upload(self, batch: Batch) -> PageTable:
         """The step's page table as `plan` wants it: small tensors pinned on the CPU, page numbers on the device."""
         if self._copies_done is not None:
             self._copies_done.synchronize()
@@ -204,23 +196,13 @@ class FlashInferAttention:
             for tensor in (batch.query_starts, batch.page_indptr, batch.page_indices, batch.last_page_len)
         ]
         query_starts, indptr, indices, last_page_len = pinned
-        return _PageTable(
+        return PageTable(
             query_starts, indptr, indices.to(self._setup.device, non_blocking=True), last_page_len
         )
 
     def _mark_copies(self) -> None:
         if self._copies_done is not None:
             self._copies_done.record()
-
-
-@dataclass(frozen=True)
-class _PageTable:
-    """A step's sequences in CSR form, all int32; `indices` on the device, the others on the CPU."""
-
-    query_starts: torch.Tensor
-    indptr: torch.Tensor
-    indices: torch.Tensor
-    last_page_len: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -256,128 +238,6 @@ class _Slots:
         self.pages.copy_(slots // page_size)
         self.offsets.copy_(slots % page_size)
         torch.add(self.offsets, 1, out=self.lengths)
-
-
-class _LayerKind:
-    """All layers that attend alike, and their wrappers: window, soft cap and scale are fixed when a wrapper is planned."""
-
-    def __init__(
-        self, library: Any, spec: AttentionSpec, setup: AttentionSetup, workspace: torch.Tensor
-    ) -> None:
-        self._library = library
-        self._workspace = workspace
-        self._num_heads = (spec.num_query_heads, spec.num_kv_heads)
-        self._kernel_dim = kernel_head_dim(spec.head_dim)
-        self._page_size = setup.page_size
-        self._on_tensor_cores = spec.num_query_heads // spec.num_kv_heads not in CUDA_CORE_GROUP_SIZES
-        self._options = {
-            "pos_encoding_mode": "NONE",
-            "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
-            "logits_soft_cap": spec.soft_cap,
-            "sm_scale": spec.scale,
-            "q_data_type": setup.dtype,
-            "kv_data_type": setup.cache_dtype,
-        }
-        self._prefill = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        self._decode = self._make_decode_wrapper()
-        self._captured: dict[int, Any] = {}
-        self._captured_int_workspace: torch.Tensor | None = None
-        self._planned = self._decode
-
-    def plan_prefill(self, table: _PageTable) -> None:
-        """Plan a step whose sequences compute any number of tokens."""
-        self._prefill.plan(
-            table.query_starts,
-            table.indptr,
-            table.indices,
-            table.last_page_len,
-            *self._num_heads,
-            self._kernel_dim,
-            self._page_size,
-            causal=True,
-            **self._options,
-        )
-        self._planned = self._prefill
-
-    def plan_decode(self, table: _PageTable) -> None:
-        """Plan a step whose sequences compute one token each."""
-        self._plan_decode(self._decode, table)
-
-    def plan_captured(self, table: _PageTable, indices_buffer: torch.Tensor) -> None:
-        """Plan a captured decode step; the first of its size makes the wrapper that the graph will be captured with."""
-        batch_size = len(table.last_page_len)
-        if batch_size not in self._captured:
-            self._captured[batch_size] = self._make_captured_wrapper(batch_size, indices_buffer)
-        self._plan_decode(self._captured[batch_size], table)
-
-    def forget_captured(self) -> None:
-        """Drop the wrappers of captured steps: the graphs that were captured with them must not be replayed any more."""
-        self._captured.clear()
-
-    def run(self, query: torch.Tensor, cache: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Attend as planned: [num_tokens, num_query_heads, kernel head size], contiguous."""
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        if sinks is None:
-            self._planned.run(query, cache, out=output)
-            return output
-        _, log2_sum = self._planned.run(query, cache, out=output, return_lse=True)
-        # softmax with one more logit s and no value for it: output · Σ / (Σ + eˢ), where Σ = 2^log2_sum
-        kept = torch.sigmoid(log2_sum * math.log(2) - sinks.float())
-        return (output * kept[..., None]).to(query.dtype)
-
-    def _plan_decode(self, wrapper: Any, table: _PageTable) -> None:
-        wrapper.plan(
-            table.indptr,
-            table.indices,
-            table.last_page_len,
-            *self._num_heads,
-            self._kernel_dim,
-            self._page_size,
-            **self._options,
-        )
-        self._planned = wrapper
-
-    def _make_decode_wrapper(self, **buffers: Any) -> Any:
-        return self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "NHD", use_tensor_cores=self._on_tensor_cores, backend="fa2", **buffers
-        )
-
-    def _make_captured_wrapper(self, batch_size: int, indices_buffer: torch.Tensor) -> Any:
-        """A wrapper of one batch size. All sizes share the memory of their plans: each is planned before each replay."""
-        if self._captured_int_workspace is None:
-            self._captured_int_workspace = self._workspace.new_empty(_INT_WORKSPACE_BYTES)
-        wrapper = self._make_decode_wrapper(
-            use_cuda_graph=True,
-            paged_kv_indptr_buffer=indices_buffer.new_empty(batch_size + 1),
-            paged_kv_indices_buffer=indices_buffer,
-            paged_kv_last_page_len_buffer=indices_buffer.new_empty(batch_size),
-        )
-        wrapper.reset_workspace_buffer(self._workspace, self._captured_int_workspace)
-        return wrapper
-
-
-def _workspace(specs: Sequence[AttentionSpec], device: torch.device) -> torch.Tensor:
-    """Device memory for partial results, zeroed as decoding wants it. Steps and layers use it one after the other."""
-    num_multiprocessors = (
-        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    )
-    num_bytes = max(_partial_result_bytes(spec, num_multiprocessors) for spec in specs)
-    return torch.zeros(max(num_bytes, _MIN_WORKSPACE_BYTES), dtype=torch.uint8, device=device)
-
-
-def _partial_result_bytes(spec: AttentionSpec, num_multiprocessors: int) -> int:
-    """The most that a plan takes for sequences whose keys are split among thread blocks.
-
-    FlashInfer's scheduler (attention/scheduler.cuh, 0.6) wants, for each query head and each row of each tile, the output
-    and its log-sum-exp in float32. It splits up to two tiles per multiprocessor and key-value head; a captured decode
-    step has as many tiles as sequences if that is more.
-    """
-    group_size = spec.num_query_heads // spec.num_kv_heads
-    num_split_tiles = 2 * num_multiprocessors // spec.num_kv_heads
-    decode_tile = 16 if group_size <= 16 else 64 if group_size <= 64 else 128
-    num_decode_tiles = MAX_CAPTURED_BATCH_SIZE * -(-group_size // decode_tile)
-    num_rows = max(num_split_tiles * 128, num_decode_tiles * decode_tile)
-    return num_rows * spec.num_query_heads * (kernel_head_dim(spec.head_dim) + 1) * 4
 
 
 def _fitted(heads: torch.Tensor, kernel_dim: int) -> torch.Tensor:

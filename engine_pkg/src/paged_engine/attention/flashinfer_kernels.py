@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from paged_engine.attention.flashinfer import HEAD_DIMS
+from paged_engine.attention.flashinfer_wrappers import HEAD_DIMS
 
 DTYPES = ("bfloat16", "float16")
 
@@ -49,7 +49,9 @@ def needed_modules(dtypes: Sequence[str], head_dims: Sequence[int], float8_cache
 
     with _collecting() as modules:
         get_page_module()
-        for name, head_dim, window, soft_cap in itertools.product(dtypes, head_dims, (False, True), (False, True)):
+        for name, head_dim, window, soft_cap in itertools.product(
+            dtypes, head_dims, (False, True), (False, True)
+        ):
             dtype = getattr(torch, name)
             for cache_dtype in (dtype, torch.float8_e4m3fn) if float8_cache else (dtype,):
                 # query, cache and output dtype, index dtype, head sizes, no position encoding, window, soft cap

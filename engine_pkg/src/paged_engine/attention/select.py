@@ -17,6 +17,12 @@ def _flashinfer(setup: AttentionSetup) -> AttentionBackend:
     return load_flashinfer(setup)
 
 
+def _cpu(setup: AttentionSetup) -> AttentionBackend:
+    from paged_engine.attention.cpu_native import load_cpu_attention
+
+    return load_cpu_attention(setup)
+
+
 def _torch(setup: AttentionSetup) -> AttentionBackend:
     from paged_engine.attention.torch_reference import TorchAttention
 
@@ -25,6 +31,7 @@ def _torch(setup: AttentionSetup) -> AttentionBackend:
 
 _BACKENDS: dict[str, Callable[[AttentionSetup], AttentionBackend]] = {
     "flashinfer": _flashinfer,
+    "cpu": _cpu,
     "torch": _torch,
 }
 """By the name in the configuration, the fastest first. Each raises BackendUnsupported for a setup that it cannot take;

@@ -67,6 +67,6 @@ def _fields(file: Path) -> dict[str, int]:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text().splitlines()
+        return file.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []

@@ -1,0 +1,194 @@
+"""The engine on a GPU: the same answers as elsewhere, with and without CUDA graphs, on any device, from any thread."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_checkpoint import save_tiny_checkpoint
+from transformers import AutoModelForCausalLM
+
+from paged_engine.config import EngineConfig
+from paged_engine.engine import Engine, Output
+from paged_engine.errors import ConfigurationError, ErrorCode
+from paged_engine.loading import load_engine
+from paged_engine.request import GenerateRequest, SamplingParams
+
+MAX_STEPS = 2000
+TIE = 0.05
+"""Two tokens whose logprobs lie within this may change places by the rounding of 16 bits."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("llama"))
+
+
+def load(checkpoint: Path, device: object, **parameters: object) -> Engine:
+    given = {"page_size": 16, "max_batch_size": 8, "max_num_tokens": 64, "num_pages": 200, **parameters}
+    return load_engine(
+        EngineConfig.from_parameters(
+            {
+                "model": str(checkpoint),
+                "device": str(device),
+                **{key: str(value) for key, value in given.items()},
+            }
+        )
+    )
+
+
+def requests(count: int = 12, max_tokens: int = 24) -> list[GenerateRequest]:
+    """Prompts from one token to several chunks."""
+    random = torch.Generator().manual_seed(0)
+    sampling = SamplingParams.parse(
+        {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+    )
+    prompts = [
+        torch.randint(3, 259, (int(torch.randint(1, 120, (), generator=random)),), generator=random).tolist()
+        for _ in range(count)
+    ]
+    return [GenerateRequest(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
+
+
+def run(engine: Engine, wanted: list[GenerateRequest]) -> dict[str, list[Output]]:
+    """All outputs by request; a new one joins at every other step."""
+    outputs: dict[str, list[Output]] = {request.request_id: [] for request in wanted}
+    waiting = list(wanted)
+    for step in range(MAX_STEPS):
+        if waiting and step % 2 == 0:
+            engine.add(engine.prepare(waiting.pop(0)))
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        engine.check_integrity()
+        if not engine.has_work and not waiting:
+            break
+    assert engine.statistics().num_pages_used == 0
+    return outputs
+
+
+def check_same(first: dict[str, list[Output]], second: dict[str, list[Output]]) -> None:
+    """The same tokens, up to where the two best were as good as each other."""
+    for name, outputs in first.items():
+        tokens = [output.logprobs[0] for output in outputs]
+        others = [output.logprobs[0] for output in second[name]]
+        assert len(tokens) == len(others)
+        for token, other in zip(tokens, others, strict=True):
+            if token.token_id != other.token_id:
+                best, next_best = token.top[:2]
+                assert best.logprob - next_best.logprob < TIE, (name, token, other)
+                break
+            assert token.logprob == pytest.approx(other.logprob, abs=TIE)
+
+
+def test_float32_equals_the_cpu_to_the_token(checkpoint: Path, device: torch.device) -> None:
+    on_gpu = run(load(checkpoint, device, dtype="float32"), requests())
+    on_cpu = run(load(checkpoint, "cpu", dtype="float32", attention_backend="torch"), requests())
+    for name, outputs in on_gpu.items():
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in on_cpu[name]]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_flashinfer_equals_plain_torch(checkpoint: Path, device: torch.device, dtype: str) -> None:
+    fast = load(checkpoint, device, dtype=dtype, cuda_graphs=False)
+    slow = load(checkpoint, device, dtype=dtype, attention_backend="torch")
+    check_same(run(fast, requests()), run(slow, requests()))
+
+
+def test_the_prompts_logits_are_those_of_transformers(checkpoint: Path, device: torch.device) -> None:
+    """The first token of each request, against the plain model in float32."""
+    outputs = run(load(checkpoint, device, dtype="float16"), requests(max_tokens=1))
+    reference = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").float()
+    for request in requests():
+        with torch.inference_mode():
+            logprobs = reference(torch.tensor([request.prompt])).logits[0, -1].log_softmax(-1)
+        token = outputs[request.request_id][0].logprobs[0]
+        assert token.logprob == pytest.approx(logprobs[token.token_id].item(), abs=0.1)
+        assert logprobs.max().item() - logprobs[token.token_id].item() < 0.1
+
+
+@pytest.mark.parametrize("parameters", [{}, {"page_size": 1}, {"max_batch_size": 5}], ids=str)
+def test_graphs_change_nothing(
+    checkpoint: Path, device: torch.device, parameters: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batches of all sizes, padded and not, between mixed steps."""
+    caplog.set_level(logging.INFO)
+    with_graphs = load(checkpoint, device, dtype="bfloat16", cuda_graphs=True, **parameters)
+    assert "CUDA graphs in" in caplog.text
+    without = load(checkpoint, device, dtype="bfloat16", cuda_graphs=False, **parameters)
+    check_same(run(with_graphs, requests(20)), run(without, requests(20)))
+
+
+def test_graphs_are_replayed(checkpoint: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    replays: list[torch.cuda.CUDAGraph] = []
+    original = torch.cuda.CUDAGraph.replay
+
+    def replay(graph: torch.cuda.CUDAGraph) -> None:
+        replays.append(graph)
+        original(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay)
+    engine = load(checkpoint, device, dtype="bfloat16", cuda_graphs=True)
+    run(engine, requests(3, max_tokens=20))
+    assert len(replays) >= 20
+
+
+def test_the_pool_is_sized_to_what_is_left(checkpoint: Path, device: torch.device) -> None:
+    """With a small fraction, so that the test takes little memory; graphs and the largest step still fit behind it."""
+    engine = load(checkpoint, device, dtype="bfloat16", num_pages=0, kv_cache_memory_fraction=0.05)
+    free, total = torch.cuda.mem_get_info(device)
+    assert engine.config.num_pages > 100
+    assert free > total * 0.5
+    check_same(run(engine, requests(4)), run(load(checkpoint, device, dtype="bfloat16"), requests(4)))
+
+
+def test_steps_from_another_thread(checkpoint: Path, device: torch.device) -> None:
+    """A thread's current device is the first one, whatever the loading thread's is."""
+    engine = load(checkpoint, device, dtype="bfloat16")
+    results: list[dict[str, list[Output]]] = []
+    thread = threading.Thread(target=lambda: results.append(run(engine, requests(4))))
+    thread.start()
+    thread.join(timeout=120)
+    check_same(results[0], run(load(checkpoint, device, dtype="bfloat16"), requests(4)))
+
+
+def test_everything_lies_on_the_given_device(checkpoint: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU only")
+    before = torch.cuda.memory_allocated(0)
+    run(load(checkpoint, "cuda:1", dtype="bfloat16"), requests(4))
+    assert torch.cuda.memory_allocated(0) == before
+
+
+def test_a_gpu_that_is_not_there(checkpoint: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"cuda:99"):
+        load(checkpoint, "cuda:99")
+
+
+def test_a_pool_that_does_not_fit(checkpoint: Path, device: torch.device) -> None:
+    with pytest.raises(ConfigurationError, match="does not fit"):
+        load(checkpoint, device, dtype="bfloat16", num_pages=2**30)
+    torch.cuda.empty_cache()
+    assert run(load(checkpoint, device, dtype="bfloat16"), requests(2))
+
+
+def test_out_of_memory_in_a_step(checkpoint: Path, device: torch.device) -> None:
+    """Those of the step get an error each, their pages come back, and the next request is served."""
+    engine = load(checkpoint, device, dtype="bfloat16", cuda_graphs=False)
+    execute = engine._runner.execute
+    engine._runner.execute = functools.partial(_exhaust, device)  # type: ignore[method-assign]
+    for request in requests(2):
+        engine.add(engine.prepare(request))
+    failed = engine.step()
+    assert [output.error.code for output in failed if output.error] == [ErrorCode.INTERNAL] * 2
+    assert all("OutOfMemory" in str(output.error) for output in failed)
+    engine.check_integrity()
+    engine._runner.execute = execute  # type: ignore[method-assign]
+    run(engine, requests(3))
+
+
+def _exhaust(device: torch.device, _: object) -> torch.Tensor:
+    return torch.empty(1 << 50, dtype=torch.uint8, device=device)
