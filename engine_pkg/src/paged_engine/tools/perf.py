@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from paged_engine.tools.perf_analyzer import PerfAnalyzerError, find_perf_analyzer
+from paged_engine.tools.triton import die_with_parent
 
 _PROMPT = "Write a short story about a lighthouse keeper who finds a letter in a bottle."
 _PERCENTILES = (50, 90, 99)
@@ -84,7 +85,14 @@ def _measure(
             f"--profile-export-file={export_file}",
         ]
         command += [f"--concurrency-range={concurrency}", f"--request-count={num_requests}"]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        run = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            preexec_fn=die_with_parent(),
+        )
         if run.returncode != 0 or not export_file.is_file():
             raise PerfAnalyzerError(
                 f"perf_analyzer failed (exit code {run.returncode})\n{run.stdout}{run.stderr}"

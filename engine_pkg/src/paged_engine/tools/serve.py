@@ -9,16 +9,19 @@ Both leave no process behind, whatever ends them.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from paged_engine.tools.ports import Ports, ServerError
 from paged_engine.tools.render_repository import MODEL_NAME, RepositoryError, parse_parameters
-from paged_engine.tools.triton import Ports, ServerError, TritonProcess, answers_ok
+from paged_engine.tools.triton import TritonProcess, answers_ok
 
 _PROGRESS_S = 5.0
 _POLL_S = 0.1
@@ -70,7 +73,6 @@ def _serve(options: argparse.Namespace, signals: _Signals) -> int:
         _say(
             f"ready: {url} (HTTP), {process.host}:{process.ports.grpc} (gRPC), metrics on {process.ports.metrics}"
         )
-        _say(f"log: {process.log_file}")
         prompt = '{"text_input": "The capital of France is", "max_tokens": 16, "temperature": 0}'
         _say(f"try: curl -s {url}/v2/models/{process.model_name}/generate -d {shlex.quote(prompt)}")
         while not signals.received:
@@ -102,10 +104,11 @@ def _run(options: argparse.Namespace, command: Sequence[str], signals: _Signals)
 def _run_command(command: Sequence[str], process: TritonProcess | None, signals: _Signals) -> int:
     """Run ``command`` to its end and return its exit code. It is ended when the server ends or a signal comes.
 
-    At a terminal, Ctrl-C reaches the command by itself, and what it means there is the command's to say.
+    At a terminal, Ctrl-C reaches the command by itself, and what it means there is the command's to say. Elsewhere
+    the command gets a process group of its own, so that what it has started ends with it.
     """
     at_terminal = sys.stdin.isatty()
-    child = subprocess.Popen(command)
+    child = subprocess.Popen(command, start_new_session=not at_terminal)
     try:
         while child.poll() is None:
             if process is not None and process.exit_code() is not None:
@@ -117,12 +120,14 @@ def _run_command(command: Sequence[str], process: TritonProcess | None, signals:
             signals.check()
             time.sleep(_POLL_S)
     finally:
+        end = child.send_signal if at_terminal else partial(os.killpg, child.pid)
         if child.poll() is None:
-            child.terminate()
+            end(signal.SIGTERM)
             try:
                 child.wait(_STOP_MARGIN_S)
             except subprocess.TimeoutExpired:
-                child.kill()
+                end(signal.SIGKILL)
+                child.wait()
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
@@ -152,10 +157,10 @@ def _wait_ready(process: TritonProcess, options: argparse.Namespace, signals: _S
         signals.check()
         if elapsed_s >= next_line_s:
             next_line_s += _PROGRESS_S
-            _say(f"  … {elapsed_s:.0f} s, still loading (log: {process.log_file})")
+            _say(f"  … {elapsed_s:.0f} s")
 
     explicit = any("explicit" in word for word in shlex.split(options.triton_arguments))
-    _say("starting Triton and loading the model")
+    _say(f"starting Triton and loading the model (log: {process.log_file})")
     process.wait_ready(options.ready_timeout, model=not explicit, on_poll=on_poll)
 
 

@@ -13,20 +13,18 @@ import ctypes
 import http.client
 import importlib.util
 import os
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paged_engine.tools.interpreter import libpython_folder
+from paged_engine.tools.ports import Ports, ServerError
 from paged_engine.tools.render_repository import render_repository
 
 _POLL_S = 0.1
@@ -35,47 +33,6 @@ _TAIL_LINES = 40
 _FAILURE = re.compile(r"Traceback|(?i:failed to (load|start|create))|^error:")
 _TABLE_OR_INFO = re.compile(r"[+|]|I\d{4} |\s*$")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-class ServerError(RuntimeError):
-    """The server cannot be started, or has ended before it was told to; the message says why."""
-
-
-@dataclass(frozen=True)
-class Ports:
-    """The three ports of a server."""
-
-    http: int
-    grpc: int
-    metrics: int
-
-    @classmethod
-    def free(cls) -> Ports:
-        """Three ports that nobody listens on, outside the range that outgoing connections are given."""
-        ports: list[int] = []
-        while len(ports) < 3:
-            port = random.randrange(20_000, 32_000)
-            if port not in ports and _why_not_free("127.0.0.1", port) is None:
-                ports.append(port)
-        return cls(*ports)
-
-    def check_free(self, address: str) -> None:
-        """Raise ServerError, naming the port and the variable that changes it, if one cannot be listened on."""
-        named = asdict(self)
-        for name, port in named.items():
-            variable = f"{name.upper()}_PORT"
-            if not 1 <= port <= 65535:
-                raise ServerError(f"{variable} must be a port from 1 to 65535, got {port}")
-            reason = _why_not_free(address, port)
-            if reason is not None:
-                raise ServerError(
-                    f"port {port} ({name}) cannot be used: {reason}. Stop the program that has it, or choose "
-                    f"another port: {variable}={port + 1000 if port < 64000 else port - 1000}"
-                )
-        if len(set(named.values())) < len(named):
-            raise ServerError(
-                f"HTTP_PORT, GRPC_PORT and METRICS_PORT must differ, got {list(named.values())}"
-            )
 
 
 class TritonProcess:
@@ -149,7 +106,7 @@ class TritonProcess:
                     stderr=subprocess.STDOUT,
                     env={**_server_environment(), **(environment or {})},
                     start_new_session=True,
-                    preexec_fn=_die_with_parent(),
+                    preexec_fn=die_with_parent(),
                 )
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -303,22 +260,10 @@ def _server_environment() -> dict[str, str]:
     return environment
 
 
-def _die_with_parent() -> Callable[[], None]:
+def die_with_parent() -> Callable[[], None]:
     """A function for the new process to run: the kernel shall send it SIGTERM when this process is gone."""
     prctl = ctypes.CDLL(None).prctl
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _why_not_free(address: str, port: int) -> str | None:
-    """Why nobody can listen on the port, or None if that is possible."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections do not count
-        try:
-            probe.bind((address, port))
-            probe.listen()
-        except OSError as error:
-            return (error.strerror or str(error)).lower()
-    return None
 
 
 def _all_pids() -> list[int]:
@@ -328,7 +273,7 @@ def _all_pids() -> list[int]:
 def _session_of(pid: int) -> int | None:
     """The session a living process belongs to; None if it is gone or a zombie."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return None
     state, _parent, _group, session = stat.rpartition(")")[2].split()[:4]
