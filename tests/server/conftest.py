@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ CACHE_DIR = Path(os.environ.get("CACHE_DIR") or Path(__file__).parents[2] / ".ca
 
 # Small enough that chunking, paging and batching all happen; float32, so that results can be compared exactly.
 PARAMETERS = {"dtype": "float32", "page_size": 16, "max_num_tokens": 256, "max_batch_size": 16}
+
+FAULTS = {"PAGED_ENGINE_FAULTS": "1"}
+"""Makes a server fail, or be slow, where a prompt asks for it (see serving/faults.py)."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -72,21 +76,46 @@ def session_servers() -> Iterator[list[TritonServer]]:
 
 
 @pytest.fixture(scope="session")
+def start_session_server(
+    tiny_checkpoint: Path, session_servers: list[TritonServer], tmp_path_factory: pytest.TempPathFactory
+) -> StartServer:
+    """Like `start_server`, for a server that lives as long as the session and has faults on demand."""
+
+    def start(parameters: Mapping[str, Any] | None = None) -> TritonServer:
+        changed = {**PARAMETERS, **(parameters or {})}
+        session_servers.append(
+            TritonServer(tmp_path_factory.mktemp("server"), tiny_checkpoint, changed, environment=FAULTS)
+        )
+        return session_servers[-1].wait_ready()
+
+    return start
+
+
+@pytest.fixture(scope="session")
 def server(
     checkpoint: Path, session_servers: list[TritonServer], tmp_path_factory: pytest.TempPathFactory
 ) -> TritonServer:
-    """A server for the whole session, with the default model in float32."""
+    """A server for the whole session, as in production but for float32: the default model, no faults on demand."""
     session_servers.append(TritonServer(tmp_path_factory.mktemp("server"), checkpoint, PARAMETERS))
     return session_servers[-1].wait_ready()
 
 
 @pytest.fixture(scope="session")
-def tiny_server(
-    tiny_checkpoint: Path, session_servers: list[TritonServer], tmp_path_factory: pytest.TempPathFactory
-) -> TritonServer:
-    """A server for the whole session, with the tiny model in float32."""
-    session_servers.append(TritonServer(tmp_path_factory.mktemp("tiny_server"), tiny_checkpoint, PARAMETERS))
-    return session_servers[-1].wait_ready()
+def tiny_server(start_session_server: StartServer) -> TritonServer:
+    """A server for the whole session with the tiny model in float32."""
+    return start_session_server()
+
+
+@pytest.fixture(scope="session")
+def queue_server(start_session_server: StartServer) -> TritonServer:
+    """A server for the whole session with the tiny model, where two requests run and four wait."""
+    return start_session_server({"max_batch_size": 2, "max_queue_size": 4})
+
+
+@pytest.fixture(scope="session")
+def cramped_server(start_session_server: StartServer) -> TritonServer:
+    """A server for the whole session with the tiny model and a pool of 8 pages of 16 tokens."""
+    return start_session_server({"num_pages": 8})
 
 
 @pytest.fixture
@@ -121,5 +150,5 @@ def start_server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 def pool_stays_clean(session_servers: list[TritonServer]) -> Iterator[None]:
     """After every test the session's servers hold no page and have nothing running or waiting."""
     yield
-    for running in session_servers:
-        running.wait_pool_clean()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(TritonServer.wait_pool_clean, session_servers))

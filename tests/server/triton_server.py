@@ -15,8 +15,9 @@ from typing import Any
 
 import psutil
 
+from paged_engine.tools.ports import Ports
 from paged_engine.tools.render_repository import set_parameters
-from paged_engine.tools.triton import Ports, TritonProcess
+from paged_engine.tools.triton import TritonProcess
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 EXIT_TIMEOUT_S = 60
@@ -46,6 +47,7 @@ class TritonServer:
 
     Attributes:
         model_name: the model's name on the server.
+        model: the checkpoint it serves.
         process: the server's process, for what is not forwarded here.
     """
 
@@ -71,7 +73,7 @@ class TritonServer:
             arguments: further arguments for tritonserver.
             environment: variables for the server and the model, besides those of this process.
         """
-        self._model = str(model)
+        self.model = str(model)
         self._explicit = explicit
         self.process = TritonProcess(
             repository,
@@ -237,7 +239,7 @@ class TritonServer:
 
     def _as_strings(self, parameters: Mapping[str, Any] | None) -> dict[str, str]:
         """Parameters as config.pbtxt has them, with the model of this server unless they name another."""
-        named = {"model": self._model, **(parameters or {})}
+        named = {"model": self.model, **(parameters or {})}
         return {
             key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in named.items()
         }

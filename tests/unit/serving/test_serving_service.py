@@ -361,6 +361,8 @@ def test_a_response_that_cannot_be_sent_ends_one_request(serve: Serve, failing: 
     assert bad.wait().error == "INTERNAL: the response failed: OSError: the pipe is broken"
     assert served.ask().wait().text == ALPHABET
     served.assert_clean()
+    wait_until(lambda: served.metrics.value("llm_requests_total") == 2)
+    assert served.metrics.value("llm_requests_total", outcome="error") == 1
 
 
 def test_a_request_that_cannot_be_read_is_answered(serve: Serve) -> None:

@@ -76,7 +76,7 @@ def resolve_checkpoint(model: str, dtype: str = "auto") -> str:
             raise ConfigurationError(
                 f"model must be a checkpoint folder, a .gguf file or a hub id, got the file {path}"
             )
-        return str(convert_gguf(path, _cache_dir(), "bfloat16" if dtype == "auto" else dtype))
+        return str(convert_gguf(path, _cache_dir() / "models", "bfloat16" if dtype == "auto" else dtype))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigurationError(f"model must be a checkpoint folder, but {path} has no config.json")

@@ -68,7 +68,7 @@ class Ledger:
                 self._num_begun += 1
 
     def finish(self, ticket: Ticket, ending: Outcome | RequestError) -> bool:
-        """End a request, refused ones included, and count its outcome.
+        """End a request, refused ones included; its place is free.
 
         Returns:
             False if it had ended before; then the first ending stands and nothing may be sent for this one.
@@ -79,10 +79,22 @@ class Ledger:
             ticket.is_finished = True
             self._live.pop(ticket.request_id, None)
             self._num_begun -= ticket.has_begun
-        self._metrics.count_request(_OUTCOMES[ending.code] if isinstance(ending, RequestError) else ending)
+            ticket.outcome = _OUTCOMES[ending.code] if isinstance(ending, RequestError) else ending
         if ticket.has_begun:
             self._metrics.record(self._metrics.request_seconds, [time.monotonic() - ticket.arrival_time])
         return True
+
+    def settle(self, ticket: Ticket, failure: RequestError | None = None) -> None:
+        """Count the outcome of a request that has been answered.
+
+        Args:
+            failure: why its answer could not be sent, if that is so; then that is the outcome, whatever it was before.
+        """
+        if failure is not None:
+            self.finish(ticket, failure)
+            ticket.outcome = _OUTCOMES[failure.code]
+        if ticket.outcome is not None:
+            self._metrics.count_request(ticket.outcome)
 
     def find(self, request_id: str) -> Ticket | None:
         """A live request by its id."""

@@ -53,7 +53,10 @@ class Observable(Protocol):
 
 
 class MetricsRegistry(Protocol):
-    """Where metrics are published."""
+    """Where metrics are published. Series may be asked for at any time, and used while it is open."""
+
+    def open(self) -> bool:
+        """Whether values can be published now; where not, what is to be published is kept, and this asked again."""
 
     def counter(self, name: str, description: str, labels: Mapping[str, str]) -> Adjustable:
         """A series that only grows."""
@@ -68,37 +71,6 @@ class MetricsRegistry(Protocol):
 
     def close(self) -> None:
         """Take all series away again."""
-
-
-class NoMetrics:
-    """A registry for a server that publishes no metrics."""
-
-    def counter(self, name: str, description: str, labels: Mapping[str, str]) -> NoSeries:
-        """See `MetricsRegistry.counter`."""
-        return NoSeries()
-
-    def gauge(self, name: str, description: str, labels: Mapping[str, str]) -> NoSeries:
-        """See `MetricsRegistry.gauge`."""
-        return NoSeries()
-
-    def histogram(
-        self, name: str, description: str, labels: Mapping[str, str], buckets: Sequence[float]
-    ) -> NoSeries:
-        """See `MetricsRegistry.histogram`."""
-        return NoSeries()
-
-    def close(self) -> None:
-        """See `MetricsRegistry.close`."""
-
-
-class NoSeries:
-    """A series that goes nowhere."""
-
-    def increment(self, difference: float) -> None:
-        """See `Adjustable.increment`."""
-
-    def observe(self, value: float) -> None:
-        """See `Observable.observe`."""
 
 
 class _Level:
@@ -234,6 +206,8 @@ class ServiceMetrics:
 
     def publish(self, statistics: EngineStatistics, num_running: int, num_waiting: int) -> None:
         """Send what has changed since the last time. One thread at a time."""
+        if not self._registry.open():
+            return
         with self._lock:
             num_requests = dict(self._num_requests)
             observations = [histogram.take() for histogram in self._histograms]

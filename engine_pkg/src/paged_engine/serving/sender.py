@@ -28,14 +28,15 @@ class Sender:
     """Builds responses and sends them, in the order in which they were put."""
 
     def __init__(
-        self, on_failure: Callable[[Ticket, RequestError], None], housekeeping: Callable[[], float]
+        self, on_answered: Callable[[Ticket, RequestError | None], None], housekeeping: Callable[[], float]
     ) -> None:
         """
         Args:
-            on_failure: told when a request had to be ended since its response could not be built or sent.
+            on_answered: told, once for each request, when its final response has been sent; with the error, when it had
+                to be ended since a response could not be built or sent.
             housekeeping: called between sends; returns after how many seconds it wants to be called again at the latest.
         """
-        self._on_failure = on_failure
+        self._on_answered = on_answered
         self._housekeeping = housekeeping
         self._deliveries: queue.SimpleQueue[Sequence[Delivery] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
@@ -87,6 +88,7 @@ class Sender:
             return
         if response is not None and response.is_final:
             ticket.responder = None
+            self._on_answered(ticket, None)
 
     def _response(self, ticket: Ticket, content: Sequence[Output] | RequestError) -> Response | None:
         if isinstance(content, RequestError):
@@ -96,7 +98,7 @@ class Sender:
 
     def _fail(self, ticket: Ticket, error: RequestError) -> None:
         responder, ticket.responder = ticket.responder, None
-        self._on_failure(ticket, error)
+        self._on_answered(ticket, error)
         try:
             if responder is not None:
                 responder.send(Response.failed(error))

@@ -62,7 +62,7 @@ class Service:
         self._contract = Contract(config, engine.eos_token_ids)
         self._request_ids = itertools.count()
         self._ledger = Ledger(config.max_batch_size, config.max_queue_size, metrics)
-        self._sender = Sender(self._drop, self._keep_house)
+        self._sender = Sender(self._settle, self._keep_house)
         self._loop = StepLoop(engine, self._ledger, self._sender, metrics)
         self._intake = Intake(self._prepare)
         self._next_poll = 0.0
@@ -154,10 +154,11 @@ class Service:
             else self._engine.tokenizer.decode(prepared.sequences[0].token_ids)
         )
 
-    def _drop(self, ticket: Ticket, error: RequestError) -> None:
-        """A request whose response could not be built or sent has been answered; let go of it everywhere else."""
-        self._ledger.finish(ticket, error)
-        self._loop.abort(ticket, error)
+    def _settle(self, ticket: Ticket, failure: RequestError | None) -> None:
+        """A request has been answered; one whose response could not be built or sent is let go of everywhere else, too."""
+        self._ledger.settle(ticket, failure)
+        if failure is not None:
+            self._loop.abort(ticket, failure)
 
     def _keep_house(self) -> float:
         """What the sender thread does between sends; returns the seconds until it is due again."""

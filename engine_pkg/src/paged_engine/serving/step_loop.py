@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from paged_engine.errors import RequestError
@@ -89,6 +90,8 @@ class StepLoop:
             self._ledger.close(reason)
             for ticket in self._ledger.live():
                 self._end(ticket, RequestError.internal(reason))
+            with suppress(Exception):  # whatever state it is in
+                self._statistics = self._engine.statistics()
 
     def _make_calls(self) -> None:
         """Make the calls left by other threads; without work, wait for one, or for the next deadline."""

@@ -10,6 +10,7 @@ from paged_engine.errors import RequestError
 from paged_engine.request import GenerateRequest
 from paged_engine.scheduling.sequence import FinishReason, SequenceStatus
 from paged_engine.serving.contract import ParsedRequest
+from paged_engine.serving.metrics import Outcome
 from paged_engine.serving.outputs import Response, ResponseAssembler
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Ticket:
         "has_begun",
         "is_finished",
         "num_unfinished",
+        "outcome",
         "parsed",
         "prepared",
         "request_id",
@@ -95,6 +97,8 @@ class Ticket:
         """The sender thread's; None once the final response is sent."""
         self.is_finished = False
         """Whether the ending is decided; set by the ledger alone, once."""
+        self.outcome: Outcome | None = None
+        """What the ending was; set by the ledger alone."""
         self.has_begun = False
         """Whether a step has worked on it; set by the ledger for the step thread."""
         self.parsed: ParsedRequest | None = None

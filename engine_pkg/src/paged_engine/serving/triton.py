@@ -11,9 +11,10 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from paged_engine.config import EngineConfig
-from paged_engine.serving.metrics import NoMetrics, ServiceMetrics
+from paged_engine.serving.metrics import ServiceMetrics
 from paged_engine.serving.outputs import Response
 from paged_engine.serving.sources import RawRequest
+from paged_engine.serving.turn import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +42,10 @@ def read_config(arguments: Mapping[str, str]) -> EngineConfig:
 def open_metrics(arguments: Mapping[str, str]) -> ServiceMetrics:
     """The metrics of the instance that `initialize` was called for; they go nowhere on a server without metrics."""
     labels = _metric_labels(arguments)
-    try:
-        return ServiceMetrics(TritonMetrics(), labels)
-    except pb_utils.TritonModelException as error:
-        if "not supported" not in str(error):
-            raise
-        logger.info("no metrics: %s", error)
-        return ServiceMetrics(NoMetrics(), labels)
+    registry = TritonMetrics(Turn(f"metrics {json.dumps(labels, sort_keys=True)}"))
+    metrics = ServiceMetrics(registry, labels)
+    registry.open()
+    return metrics
 
 
 def _metric_labels(arguments: Mapping[str, str]) -> dict[str, str]:
@@ -103,25 +101,51 @@ def _triton_error(error: Any) -> Any:
 
 
 class TritonMetrics:
-    """MetricsRegistry over Triton's /metrics."""
+    """MetricsRegistry over Triton's /metrics.
 
-    def __init__(self) -> None:
+    When a model is loaded again, Triton starts the new instance before it ends the old one. Series of the same name and
+    labels are one object for both then, which Triton frees as soon as one of the two lets go of it; the server crashes
+    when the other uses it. So series are made only when the predecessor has ended, and values wait until then.
+    """
+
+    def __init__(self, turn: Turn) -> None:
+        """
+        Args:
+            turn: the right to have these series in this server.
+        """
+        self._turn = turn
         self._families: dict[str, Any] = {}
         self._series: list[_TritonSeries] = []
+        self._is_open = False
+        self._is_supported = True
+
+    def open(self) -> bool:
+        """See `MetricsRegistry.open`."""
+        if not self._is_open and self._is_supported and self._turn.take():
+            try:
+                for series in self._series:
+                    self._create(series)
+                self._is_open = True
+            except pb_utils.TritonModelException as error:
+                if "not supported" not in str(error):
+                    raise
+                logger.info("no metrics: %s", error)
+                self._is_supported = False
+        return self._is_open
 
     def counter(self, name: str, description: str, labels: Mapping[str, str]) -> _TritonSeries:
         """See `MetricsRegistry.counter`."""
-        return self._add(pb_utils.MetricFamily.COUNTER, name, description, labels)
+        return self._add("COUNTER", name, description, labels)
 
     def gauge(self, name: str, description: str, labels: Mapping[str, str]) -> _TritonSeries:
         """See `MetricsRegistry.gauge`."""
-        return self._add(pb_utils.MetricFamily.GAUGE, name, description, labels)
+        return self._add("GAUGE", name, description, labels)
 
     def histogram(
         self, name: str, description: str, labels: Mapping[str, str], buckets: Sequence[float]
     ) -> _TritonSeries:
         """See `MetricsRegistry.histogram`."""
-        return self._add(pb_utils.MetricFamily.HISTOGRAM, name, description, labels, buckets=list(buckets))
+        return self._add("HISTOGRAM", name, description, labels, buckets=list(buckets))
 
     def close(self) -> None:
         """See `MetricsRegistry.close`; series go before their families, as Triton asks."""
@@ -129,22 +153,36 @@ class TritonMetrics:
             series.metric = None
         self._series.clear()
         self._families.clear()
+        self._is_open = self._is_supported = False
+        self._turn.give_back()
 
     def _add(
-        self, kind: Any, name: str, description: str, labels: Mapping[str, str], **more: Any
+        self, kind: str, name: str, description: str, labels: Mapping[str, str], **more: Any
     ) -> _TritonSeries:
-        if name not in self._families:
-            self._families[name] = pb_utils.MetricFamily(name=name, description=description, kind=kind)
-        series = _TritonSeries(self._families[name].Metric(labels=dict(labels), **more))
+        series = _TritonSeries(kind, name, description, {"labels": dict(labels), **more})
         self._series.append(series)
         return series
+
+    def _create(self, series: _TritonSeries) -> None:
+        if series.name not in self._families:
+            self._families[series.name] = pb_utils.MetricFamily(
+                name=series.name,
+                description=series.description,
+                kind=getattr(pb_utils.MetricFamily, series.kind),
+            )
+        series.metric = self._families[series.name].Metric(**series.arguments)
 
 
 class _TritonSeries:
     """One series of any kind."""
 
-    def __init__(self, metric: Any) -> None:
-        self.metric = metric
+    def __init__(self, kind: str, name: str, description: str, arguments: Mapping[str, Any]) -> None:
+        self.kind = kind
+        self.name = name
+        self.description = description
+        self.arguments = arguments
+        self.metric: Any = None
+        """Triton's, while the registry is open."""
 
     def increment(self, difference: float) -> None:
         """See `Adjustable.increment`."""

@@ -1,0 +1,429 @@
+// Paged attention for any mix of single tokens and chunks, read straight from the pages.
+//
+// The rows of a sequence are its (token, query head) pairs that share a KV head. A row's keys are cut into spans of
+// kSpan at fixed positions. Softmax and values are computed per span and the spans' results are merged in ascending
+// order, by one thread or, where few sequences have long contexts, from partial results of many threads: the same
+// arithmetic either way. So a row's result depends neither on the rows beside it nor on the number of threads.
+#pragma once
+
+#include "pages.h"
+#include "tiles.h"
+
+namespace {
+
+constexpr int kSpan = 256;
+constexpr int kSpanPanels = kSpan / kPanelWidth;
+constexpr int64_t kMaxPartialFloats = 4 << 20;  // memory that partial results may take
+
+// A block of rows of one sequence and KV head over a range of spans, done by one thread.
+struct WorkItem {
+  int32_t sequence, kv_head;
+  int32_t row_begin, row_end;
+  int32_t span_begin, span_end;
+  int64_t partial;  // where its partial results begin, in floats; -1: the item covers all spans
+};
+
+struct Sequence {
+  int query_start, num_queries, context_len;
+  const int32_t* pages;
+
+  Sequence(const AttentionStep& step, int i)
+      : query_start(step.query_starts[i]),
+        num_queries(step.query_starts[i + 1] - query_start),
+        context_len(step.context_lens[i]),
+        pages(step.page_indices + step.page_indptr[i]) {}
+
+  int position(int query) const { return context_len - num_queries + query; }
+};
+
+// Which keys a query at `position` sees: [begin, end).
+struct Visible {
+  int begin, end;
+  Visible(const AttentionLayer& layer, int position)
+      : begin(layer.sliding_window > 0 ? larger(0, position + 1 - layer.sliding_window) : 0), end(position + 1) {}
+};
+
+// Running softmax of a block of rows: the largest score (in powers of two), the sum of weights, and the weighted values
+// not yet divided by it.
+struct State {
+  float* maxima;
+  float* sums;
+  float* values;  // [rows][dim]
+  int dim;
+
+  static size_t floats(int rows, int dim) { return size_t(rows) * (dim + 2); }
+  State(float* memory, int rows, int dim_)
+      : maxima(memory), sums(memory + rows), values(memory + 2 * rows), dim(dim_) {}
+  void clear(int rows) const {
+    for (int r = 0; r < rows; r++) maxima[r] = -kInfinity;
+    memset(sums, 0, rows * sizeof(float));
+    memset(values, 0, size_t(rows) * dim * sizeof(float));
+  }
+};
+
+// Adds one span's softmax to a row's; never inlined, so that every caller rounds alike.
+__attribute__((noinline)) void merge(const State& state, int row, float maximum, float sum, const float* values) {
+  if (maximum == -kInfinity) return;
+  const float merged = larger(state.maxima[row], maximum);
+  const float old_factor = power_of_2(state.maxima[row] - merged), new_factor = power_of_2(maximum - merged);
+  state.maxima[row] = merged;
+  state.sums[row] = state.sums[row] * old_factor + sum * new_factor;
+  const Vector old_factors = broadcast(old_factor), new_factors = broadcast(new_factor);
+  float* out = state.values + int64_t(row) * state.dim;
+  for (int d = 0; d < state.dim; d += kWidth)
+    store(out + d, multiply_add(load(out + d), old_factors, load(values + d) * new_factors));
+}
+
+// Softmax weights of one row over the panels [panel_begin, panel_end) of a span, zero outside the keys [begin, end):
+// 2^(x - maximum), where x are the scaled scores in powers of two and the maximum is the largest.
+template <class Weight>
+void softmax(const AttentionLayer& layer, float* scores, int panel_begin, int panel_end, int begin, int end, Weight* weights,
+             float* row_maximum, float* row_sum) {
+  const int first = panel_begin * kPanelWidth, last = panel_end * kPanelWidth;
+  begin = smaller(larger(begin, first), last);
+  end = larger(smaller(end, last), begin);
+  float scale = layer.scale * kLog2E;
+  if (layer.soft_cap > 0) {
+    const Vector inverse = broadcast(layer.scale / layer.soft_cap);
+    for (int i = first; i < last; i += kWidth) store(scores + i, hyperbolic_tangent(load(scores + i) * inverse));
+    scale = layer.soft_cap * kLog2E;
+  }
+  for (int i = first; i < begin; i++) scores[i] = -kInfinity;
+  for (int i = end; i < last; i++) scores[i] = -kInfinity;
+  Vector maxima = broadcast(-kInfinity);
+  for (int i = first; i < last; i += kWidth) maxima = maximum(load(scores + i), maxima);
+  *row_maximum = horizontal_maximum(maxima) * scale;
+  *row_sum = 0;
+  if (*row_maximum == -kInfinity) {
+    memset((void*)(weights + first), 0, (last - first) * sizeof(Weight));
+    return;
+  }
+  Vector sums = {};
+  const Vector scales = broadcast(scale), shift = broadcast(-*row_maximum);
+  for (int i = first; i < last; i += kWidth) {
+    const Vector weight = power_of_2(multiply_add(load(scores + i), scales, shift));
+    sums += weight;
+    store(weights + i, weight);
+  }
+  *row_sum = horizontal_sum(sums);
+}
+
+template <class Product>
+class AttentionWorker {
+  using Element = typename Product::Right;
+  using Left = typename Product::Left;
+  static constexpr int kPair = Product::kPair;
+
+ public:
+  static constexpr int kItemRows = kBlockRows * 4;
+  static int padded(int head_dim) { return ceil_div(head_dim, kPanelWidth) * kPanelWidth; }
+
+  AttentionWorker(const AttentionLayer& layer, const AttentionStep& step, const Heads& query, const void* cache,
+                  const float* sinks, void* out)
+      : layer_(layer),
+        step_(step),
+        query_(query),
+        pages_(layer.pages, (void*)cache),
+        sinks_(sinks),
+        out_(out),
+        group_(layer.num_query_heads / layer.pages.num_kv_heads),
+        dim_(padded(layer.pages.head_dim)) {
+    static thread_local Scratch scratch;
+    const int packed_span = pages_.in_panels ? 0 : kSpan * dim_;
+    const size_t bytes = Pieces::bytes<Left>(kItemRows * dim_) + Pieces::bytes<float>(State::floats(kItemRows, dim_)) +
+                         Pieces::bytes<float>(kBlockRows * kSpan) + Pieces::bytes<Left>(kBlockRows * kSpan) +
+                         Pieces::bytes<float>(kBlockRows * dim_) + 2 * Pieces::bytes<Element>(packed_span) +
+                         Pieces::bytes<Element>(kPanelWidth * dim_);
+    Pieces pieces(scratch.reserve(bytes));
+    queries_ = pieces.take<Left>(kItemRows * dim_);
+    state_memory_ = pieces.take<float>(State::floats(kItemRows, dim_));
+    scores_ = pieces.take<float>(kBlockRows * kSpan);
+    weights_ = pieces.take<Left>(kBlockRows * kSpan);
+    block_values_ = pieces.take<float>(kBlockRows * dim_);
+    packed_keys_ = pieces.take<Element>(packed_span);
+    packed_values_ = pieces.take<Element>(packed_span);
+    last_values_ = pieces.take<Element>(kPanelWidth * dim_);
+  }
+
+  // Attends an item; leaves its rows in `out`, or the partial state of each of its spans.
+  void run(const WorkItem& item, float* partials) {
+    const Sequence sequence(step_, item.sequence);
+    const int rows = item.row_end - item.row_begin;
+    gather_queries(sequence, item);
+    State state(state_memory_, rows, dim_);
+    state.clear(rows);
+    for (int span = item.span_begin; span < item.span_end; span++) {
+      if (item.partial >= 0) {
+        state = partial_state(item, span, partials, rows);
+        state.clear(rows);
+      }
+      attend_span(sequence, item, span, state);
+    }
+    if (item.partial < 0) finish(sequence, item, state);
+  }
+
+  // Merges the partial states of an item's spans and writes its rows.
+  void merge_partials(const WorkItem& item, float* partials) {
+    const Sequence sequence(step_, item.sequence);
+    const int rows = item.row_end - item.row_begin;
+    State state(state_memory_, rows, dim_);
+    state.clear(rows);
+    for (int span = item.span_begin; span < item.span_end; span++) {
+      const State part = partial_state(item, span, partials, rows);
+      for (int r = 0; r < rows; r++) merge(state, r, part.maxima[r], part.sums[r], part.values + int64_t(r) * dim_);
+    }
+    finish(sequence, item, state);
+  }
+
+ private:
+  State partial_state(const WorkItem& item, int span, float* partials, int rows) const {
+    const int64_t floats = State::floats(rows, dim_);
+    return State(partials + item.partial + (span - item.span_begin) * floats, rows, dim_);
+  }
+  int query_head(const WorkItem& item, int row) const { return item.kv_head * group_ + row % group_; }
+  Visible visible(const Sequence& sequence, int row) const { return {layer_, sequence.position(row / group_)}; }
+
+  void gather_queries(const Sequence& sequence, const WorkItem& item) {
+    const int head_dim = pages_.head_dim;
+    for (int row = item.row_begin; row < item.row_end; row++) {
+      Left* to = queries_ + int64_t(row - item.row_begin) * dim_;
+      read_row(head_of(query_, sequence.query_start + row / group_, query_head(item, row), layer_.query_type),
+               layer_.query_type, to, head_dim);
+      memset((void*)(to + head_dim), 0, (dim_ - head_dim) * sizeof(Left));
+    }
+  }
+
+  // Addresses of a span's panels of keys and of values.
+  struct Span {
+    int start, num_keys;  // position of the first key; 0 keys: nothing is there
+    const Element *keys[kSpanPanels], *values[kSpanPanels];
+  };
+
+  void attend_span(const Sequence& sequence, const WorkItem& item, int index, const State& state) {
+    Span span, next;
+    locate(sequence, item, index, span);
+    const bool fetch = pages_.in_panels && item.row_end - item.row_begin <= kBlockRows;
+    if (fetch) {
+      locate(sequence, item, index + 1 < item.span_end ? index + 1 : index, next);
+      for (int i = ceil_div(next.num_keys, kPanelWidth); i < kSpanPanels; i++) next.keys[i] = next.keys[0];
+    }
+    silence_last_values(span);
+    for (int row = item.row_begin; row < item.row_end; row += kBlockRows) {
+      const int rows = smaller(kBlockRows, item.row_end - row);
+      const int begin = visible(sequence, row).begin - span.start, end = visible(sequence, row + rows - 1).end - span.start;
+      const int panel_begin = larger(begin, 0) / kPanelWidth;
+      const int panel_end = ceil_div(smaller(end, span.num_keys), kPanelWidth);
+      if (panel_begin >= panel_end) continue;
+      if (fetch)
+        attend_block<true>(sequence, item, row, rows, span, next.keys, panel_begin, panel_end, state);
+      else
+        attend_block<false>(sequence, item, row, rows, span, nullptr, panel_begin, panel_end, state);
+    }
+  }
+
+  // While the keys are read the values are fetched, and meanwhile the next span's keys.
+  template <bool Fetch>
+  void attend_block(const Sequence& sequence, const WorkItem& item, int row, int rows, const Span& span,
+                    const Element* const* next_keys, int panel_begin, int panel_end, const State& state) {
+    const int num_panels = panel_end - panel_begin, first = panel_begin * kPanelWidth, local = row - item.row_begin;
+    Panels<Element> keys = {span.keys + panel_begin, 1, 0, 1, 0, dim_, kPanelWidth * kPair, num_panels};
+    Panels<Element> values = {span.values + panel_begin, num_panels,   1,          0, kPanelWidth * kPair,
+                              kPanelWidth,               dim_ * kPair, dim_ / kPanelWidth};
+    if constexpr (Fetch) {
+      keys.upcoming = span.values + panel_begin;
+      values.upcoming = next_keys + panel_begin;
+    }
+    multiply<Product, Fetch>(queries_ + int64_t(local) * dim_, dim_, rows, keys, scores_ + first, kSpan);
+    float maxima[kBlockRows], sums[kBlockRows];
+    for (int r = 0; r < rows; r++) {
+      const Visible seen = visible(sequence, row + r);
+      softmax(layer_, scores_ + r * kSpan, panel_begin, panel_end, seen.begin - span.start, seen.end - span.start,
+              weights_ + r * kSpan, &maxima[r], &sums[r]);
+    }
+    multiply<Product, Fetch>(weights_ + first, kSpan, rows, values, block_values_, dim_);
+    for (int r = 0; r < rows; r++) merge(state, local + r, maxima[r], sums[r], block_values_ + r * dim_);
+  }
+
+  // Finds the panels of the span `index`; packs them first where pages do not hold panels.
+  void locate(const Sequence& sequence, const WorkItem& item, int index, Span& span) {
+    span.start = index * kSpan;
+    span.num_keys = smaller(sequence.context_len - span.start, kSpan);
+    const int num_panels = ceil_div(span.num_keys, kPanelWidth);
+    if (!pages_.in_panels) {
+      pack(sequence, item.kv_head, span);
+      for (int i = 0; i < num_panels; i++) {
+        span.keys[i] = packed_keys_ + i * kPanelWidth * dim_;
+        span.values[i] = packed_values_ + i * kPanelWidth * dim_;
+      }
+      return;
+    }
+    const int32_t* page = sequence.pages + span.start / pages_.page_size;
+    int offset = span.start % pages_.page_size;
+    for (int i = 0; i < num_panels; i++, offset += kPanelWidth) {
+      if (offset == pages_.page_size) {
+        page++;
+        offset = 0;
+      }
+      span.keys[i] = pages_.keys(*page, item.kv_head) + int64_t(offset) * dim_;
+      span.values[i] = span.keys[i] + pages_.half();
+    }
+  }
+
+  // What lies behind the last token of a panel may be anything, even NaN, which a weight of zero would not silence.
+  void silence_last_values(Span& span) {
+    const int num_panels = ceil_div(span.num_keys, kPanelWidth), last = span.num_keys % kPanelWidth;
+    if (last == 0 || !pages_.in_panels) return;
+    memcpy((void*)last_values_, span.values[num_panels - 1], kPanelWidth * dim_ * sizeof(Element));
+    for (int offset = last; offset < kPanelWidth; offset++)
+      for (int d = 0; d < dim_; d++) last_values_[offset / kPair * kPair * dim_ + d * kPair + offset % kPair] = Element{};
+    span.values[num_panels - 1] = last_values_;
+  }
+
+  void pack(const Sequence& sequence, int kv_head, const Span& span) {
+    const size_t bytes = sizeof(Element) * ceil_div(span.num_keys, kPanelWidth) * kPanelWidth * dim_;
+    memset((void*)packed_keys_, 0, bytes);
+    memset((void*)packed_values_, 0, bytes);
+    const int head_dim = pages_.head_dim;
+    for (int i = 0; i < span.num_keys; i++) {
+      const int64_t page = sequence.pages[(span.start + i) / pages_.page_size];
+      const int64_t from = (span.start + i) % pages_.page_size * int64_t(head_dim);
+      const Element* key = pages_.keys(page, kv_head) + from;
+      const Element* value = pages_.values(page, kv_head) + from;
+      Element* packed = packed_keys_ + i / kPanelWidth * kPanelWidth * dim_ + i % kPanelWidth * kPair;
+      for (int d = 0; d < head_dim; d++) packed[d / kPair * kPanelWidth * kPair + d % kPair] = key[d];
+      packed = packed_values_ + i / kPair * kPair * dim_ + i % kPair;
+      for (int d = 0; d < head_dim; d++) packed[d * kPair] = value[d];
+    }
+  }
+
+  void finish(const Sequence& sequence, const WorkItem& item, const State& state) {
+    for (int row = item.row_begin; row < item.row_end; row++) {
+      const int local = row - item.row_begin, head = query_head(item, row);
+      float sum = state.sums[local], factor = 1;
+      if (sinks_) {
+        const float sink = sinks_[head] * kLog2E, highest = larger(state.maxima[local], sink);
+        factor = power_of_2(state.maxima[local] - highest);
+        sum = sum * factor + power_of_2(sink - highest);
+      }
+      float* values = state.values + int64_t(local) * dim_;
+      const Vector scale = broadcast(factor / sum);
+      for (int d = 0; d < dim_; d += kWidth) store(values + d, load(values + d) * scale);
+      const int64_t token = sequence.query_start + row / group_;
+      write_row(values, at(out_, (token * layer_.num_query_heads + head) * pages_.head_dim, layer_.query_type),
+                layer_.query_type, pages_.head_dim);
+    }
+  }
+
+  const AttentionLayer& layer_;
+  const AttentionStep& step_;
+  const Heads& query_;
+  const Pages<Element> pages_;
+  const float* sinks_;
+  void* out_;
+  const int group_;
+  const int dim_;  // head_dim, rounded up to whole panels
+  Left* queries_;
+  float* state_memory_;
+  float* scores_;
+  Left* weights_;
+  float* block_values_;
+  Element* packed_keys_;
+  Element* packed_values_;
+  Element* last_values_;
+};
+
+// The step's work: items that finish their rows or leave pieces of them, and the items that merge the pieces. Chunks,
+// the longest items, come first.
+class WorkList {
+ public:
+  WorkItem* items;
+  WorkItem* merges;
+  int num_items = 0, num_merges = 0;
+  int64_t partial_floats = 0;
+
+  WorkList(const AttentionLayer& layer, const AttentionStep& step, int item_rows, int dim) {
+    static thread_local Scratch scratch;
+    const int heads = layer.pages.num_kv_heads;
+    int64_t num_blocks = 0, num_spans = 0;
+    for_each_block(layer, step, item_rows, [&](const WorkItem& block) {
+      num_blocks += heads;
+      num_spans += heads * int64_t(block.span_end - block.span_begin);
+    });
+    items = (WorkItem*)scratch.reserve((num_spans + num_blocks) * sizeof(WorkItem));
+    merges = items + num_spans;
+    const int64_t long_item = larger<int64_t>(1, num_spans / (4 * step.num_threads));
+    for_each_block(layer, step, item_rows, [&](WorkItem block) {
+      const int spans = block.span_end - block.span_begin;
+      const int64_t floats = State::floats(block.row_end - block.row_begin, dim);
+      for (block.kv_head = 0; block.kv_head < heads; block.kv_head++)
+        if (spans > long_item && partial_floats + spans * floats <= kMaxPartialFloats)
+          split(block, floats);
+        else
+          items[num_items++] = block;
+    });
+  }
+
+ private:
+  void split(WorkItem block, int64_t floats) {
+    block.partial = partial_floats;
+    merges[num_merges++] = block;
+    WorkItem piece = block;
+    for (int span = block.span_begin; span < block.span_end; span++) {
+      piece.span_begin = span;
+      piece.span_end = span + 1;
+      piece.partial = partial_floats;
+      items[num_items++] = piece;
+      partial_floats += floats;
+    }
+  }
+
+  template <class Function>
+  static void for_each_block(const AttentionLayer& layer, const AttentionStep& step, int item_rows, Function f) {
+    const int group = layer.num_query_heads / layer.pages.num_kv_heads;
+    for (int i = step.num_sequences - 1; i >= 0; i--) {
+      const Sequence sequence(step, i);
+      const int rows = sequence.num_queries * group, blocks = ceil_div(rows, item_rows);
+      for (int block = blocks - 1; block >= 0; block--) {
+        WorkItem item = {};
+        item.sequence = i;
+        item.row_begin = block * item_rows;
+        item.row_end = smaller(rows, item.row_begin + item_rows);
+        item.span_begin = Visible(layer, sequence.position(item.row_begin / group)).begin / kSpan;
+        item.span_end = ceil_div(Visible(layer, sequence.position((item.row_end - 1) / group)).end, kSpan);
+        item.partial = -1;
+        f(item);
+      }
+    }
+  }
+};
+
+template <class Product>
+void attend(const AttentionLayer& layer, const AttentionStep& step, const Heads& query, const void* cache,
+            const float* sinks, void* out) {
+  using Worker = AttentionWorker<Product>;
+  static thread_local Scratch scratch;
+  const WorkList work(layer, step, Worker::kItemRows, Worker::padded(layer.pages.head_dim));
+  if (work.num_items == 0) return;
+  float* partials = (float*)scratch.reserve(work.partial_floats * sizeof(float));
+#pragma omp parallel num_threads(smaller(step.num_threads, work.num_items))
+  {
+    TileScope tiles;
+    Worker worker(layer, step, query, cache, sinks, out);
+#pragma omp for schedule(dynamic, 1)
+    for (int i = 0; i < work.num_items; i++) worker.run(work.items[i], partials);
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int i = 0; i < work.num_merges; i++) worker.merge_partials(work.merges[i], partials);
+  }
+}
+
+inline void attend(const AttentionLayer& layer, const AttentionStep& step, const Heads& query, const void* cache,
+                   const float* sinks, void* out) {
+  if (layer.pages.element_type == kFloat32) return attend<FloatProduct<float>>(layer, step, query, cache, sinks, out);
+  if (layer.pages.element_type == kFloat16) return attend<FloatProduct<fp16>>(layer, step, query, cache, sinks, out);
+#if defined(__AVX512BF16__)
+  if (layer.query_type == kBfloat16) return attend<BestBf16Product>(layer, step, query, cache, sinks, out);
+#endif
+  attend<Bf16Product>(layer, step, query, cache, sinks, out);
+}
+
+}  // namespace

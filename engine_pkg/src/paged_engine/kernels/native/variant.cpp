@@ -1,0 +1,77 @@
+// One variant of every kernel. Compiled once per instruction set with -DVARIANT=<name> and that set's flags.
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+#include "pages.h"
+
+#define JOIN_(name, variant) name##_##variant
+#define JOIN(name, variant) JOIN_(name, variant)
+#define EXPORT(name) __attribute__((visibility("default"))) JOIN(name, VARIANT)
+
+extern "C" {
+
+void EXPORT(attention)(const AttentionLayer* layer, const AttentionStep* step, const Heads* query, const void* cache,
+                       const float* sinks, void* out) {
+  attend(*layer, *step, *query, cache, sinks, out);
+}
+
+void EXPORT(write_pages)(const PageLayout* layout, const Heads* keys, const Heads* values, ElementType type,
+                         const int64_t* slots, int64_t num_tokens, void* cache, int32_t num_threads) {
+  with_type(layout->element_type, [&](auto element) {
+    const Pages<decltype(element)> pages(*layout, cache);
+    write_pages(pages, *keys, *values, type, slots, num_tokens, num_threads);
+  });
+}
+
+void EXPORT(rotate_and_write)(const AttentionLayer* layer, const Rotary* rotary, const Heads* query, const Heads* keys,
+                              const Heads* values, const int64_t* slots, int64_t num_tokens, void* cache,
+                              int32_t num_threads) {
+  with_type(layer->pages.element_type, [&](auto element) {
+    const Pages<decltype(element)> pages(layer->pages, cache);
+    rotate_and_write(pages, *layer, *rotary, *query, *keys, *values, slots, num_tokens, num_threads);
+  });
+}
+
+void EXPORT(rms_norm)(const void* x, void* residual, const float* weight, void* out, int64_t num_rows, int64_t size,
+                      float epsilon, ElementType type, ElementType residual_type, int32_t num_threads) {
+  with_type(type, [&](auto element) {
+    using Element = decltype(element);
+    const auto run = [&](auto* sums) {
+      rms_norm((const Element*)x, sums, weight, (Element*)out, num_rows, size, epsilon, num_threads);
+    };
+    residual_type == kFloat32 ? run((float*)residual) : run((Element*)residual);
+  });
+}
+
+void EXPORT(gate)(const void* gate_and_up, void* out, int64_t num_rows, int64_t size, Activation activation,
+                  ElementType type, int32_t num_threads) {
+  with_type(type, [&](auto element) {
+    using Element = decltype(element);
+    gate((const Element*)gate_and_up, (Element*)out, num_rows, size, activation, num_threads);
+  });
+}
+
+void EXPORT(pack_linear)(const void* weight, void* packed, int64_t out_features, int64_t in_features, ElementType type,
+                         int32_t num_threads) {
+  if (type == kFloat32)
+    pack_linear((const float*)weight, (float*)packed, out_features, in_features, num_threads);
+  else if (type == kBfloat16)
+    pack_linear((const bf16*)weight, (bf16*)packed, out_features, in_features, num_threads);
+  else
+    pack_linear((const int8_t*)weight, (int8_t*)packed, out_features, in_features, num_threads);
+}
+
+void EXPORT(linear)(const Linear* layer, const void* x, int64_t x_stride, int64_t num_rows, void* y, int64_t y_stride,
+                    int32_t num_threads) {
+  linear(*layer, x, x_stride, num_rows, y, y_stride, num_threads);
+}
+
+void EXPORT(argmax)(const void* x, int64_t num_rows, int64_t size, ElementType type, int64_t* out, int32_t num_threads) {
+  with_type(type, [&](auto element) { argmax((const decltype(element)*)x, num_rows, size, out, num_threads); });
+}
+
+void EXPORT(log_sum_exp)(const void* x, int64_t num_rows, int64_t size, ElementType type, float* out,
+                         int32_t num_threads) {
+  with_type(type, [&](auto element) { log_sum_exp((const decltype(element)*)x, num_rows, size, out, num_threads); });
+}
+}

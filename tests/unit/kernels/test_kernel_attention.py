@@ -1,0 +1,102 @@
+"""The attention kernel against its torch twin, and what it must not depend on."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from kernel_cases import DTYPES, Context, random_ranges, random_spec
+
+from paged_engine.attention.interface import AttentionSpec
+from paged_engine.kernels import reference
+from paged_engine.kernels.native import NativeKernels
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def attend(kernels: NativeKernels, context: Context, ranges: list[tuple[int, int, int]]) -> torch.Tensor:
+    batch, query = context.step(ranges)
+    layer = kernels.attention_layer(context.spec, context.page_size, query.dtype, context.cache.dtype)
+    return kernels.attention(layer, kernels.attention_step(batch), query, context.cache, context.sinks)
+
+
+def expected(context: Context, ranges: list[tuple[int, int, int]]) -> torch.Tensor:
+    batch, query = context.step(ranges)
+    return reference.attention(query, context.cache.nan_to_num(0), context.spec, batch, context.sinks)
+
+
+@pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_random_steps(kernels: NativeKernels, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    choose = random.Random(DTYPES.index(dtype) * 3 + DTYPES.index(cache_dtype))
+    for seed in range(12):
+        lengths = [choose.randint(1, choose.choice([20, 300, 600])) for _ in range(choose.randint(1, 4))]
+        page_size = choose.choice([1, 2, 7, 16, 32, 48, 64])
+        context = Context(random_spec(choose), lengths, page_size, dtype, cache_dtype, seed)
+        ranges = random_ranges(choose, lengths)
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(
+            attend(kernels, context, ranges),
+            expected(context, ranges),
+            atol=tolerance,
+            rtol=tolerance,
+            msg=lambda text, where=(context.spec, page_size, ranges): f"{where}: {text}",
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_contexts_that_several_threads_share(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    context = Context(AttentionSpec(3, 1, 64, 0.125, has_sinks=True), [3000], 16, dtype)
+    for ranges in ([(0, 2999, 3000)], [(0, 2990, 3000)]):
+        torch.testing.assert_close(
+            attend(kernels, context, ranges),
+            expected(context, ranges),
+            atol=TOLERANCE[dtype],
+            rtol=TOLERANCE[dtype],
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_number_of_threads_changes_nothing(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    """Few sequences with long contexts are split between threads, many are not: the same bits all the same."""
+    context = Context(AttentionSpec(6, 2, 64, 0.125), [1500, 700, 20], 16, dtype)
+    ranges = [(0, 1499, 1500), (1, 650, 700), (2, 0, 20)]
+    outputs = []
+    for num_threads in (1, 2, 3, 8):
+        kernels.num_threads = num_threads
+        outputs.append(attend(kernels, context, ranges))
+    for output in outputs[1:]:
+        assert torch.equal(output, outputs[0])
+
+
+@pytest.mark.parametrize("window", [None, 290])
+def test_chunks_neighbours_and_pages_change_nothing_in_float32(
+    kernels: NativeKernels, window: int | None
+) -> None:
+    """Every row of a whole prompt is bit for bit what it is in any chunk, beside anyone, in pages of any size."""
+    spec = AttentionSpec(6, 2, 32, 0.17, sliding_window=window, soft_cap=5.0)
+    whole: torch.Tensor | None = None
+    for page_size in (16, 64, 1, 7):
+        context = Context(spec, [610, 33], page_size)
+        alone = attend(kernels, context, [(0, 0, 610)])
+        whole = alone if whole is None else whole
+        assert torch.equal(alone, whole)
+        for start, end in ((0, 1), (1, 16), (16, 50), (300, 301), (301, 512), (512, 610), (609, 610)):
+            in_company = attend(kernels, context, [(1, 10, 33), (0, start, end)])
+            assert torch.equal(in_company[23:], whole[start:end])
+
+
+def test_heads_may_lie_in_a_wider_tensor(kernels: NativeKernels) -> None:
+    """Queries are read with their strides, as views of a fused projection have them."""
+    context = Context(AttentionSpec(6, 2, 32, 0.17), [40], 16)
+    batch, query = context.step([(0, 0, 40)])
+    layer = kernels.attention_layer(context.spec, 16, torch.float32, torch.float32)
+    wide = torch.full((40, 10, 32), torch.nan)
+    wide[:, 2:8] = query
+    transposed = query.transpose(0, 1).contiguous().transpose(0, 1)
+    for view in (wide[:, 2:8], transposed):
+        output = kernels.attention(layer, kernels.attention_step(batch), view, context.cache)
+        assert torch.equal(output, attend(kernels, context, [(0, 0, 40)]))
+    with pytest.raises(ValueError, match="last axis of heads must be contiguous"):
+        kernels.attention(layer, kernels.attention_step(batch), query.transpose(1, 2), context.cache)

@@ -1,0 +1,122 @@
+"""Linear layers with packed weights against their torch twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paged_engine.kernels import reference
+from paged_engine.kernels.library import Activation
+from paged_engine.kernels.native import NativeKernels
+
+KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+kinds = pytest.mark.parametrize("kind", KINDS, ids=["float32", "bfloat16", "int8"])
+
+
+def weights(normal: torch.Generator, out_features: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(out_features, in_features, generator=normal) / in_features**0.5).to(dtype)
+
+
+def twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, int8: bool) -> torch.Tensor:
+    codes, scales = reference.quantize_int8(weight) if int8 else (weight, None)
+    return reference.linear(x, codes, scales, bias, torch.float32)
+
+
+@kinds
+@pytest.mark.parametrize("shape", [(16, 32), (100, 64), (200, 576), (72, 96), (33, 1536)], ids=str)
+def test_any_number_of_rows(
+    kernels: NativeKernels, normal: torch.Generator, shape: tuple[int, int], kind: tuple[torch.dtype, bool]
+) -> None:
+    dtype, int8 = kind
+    weight, bias = weights(normal, *shape, dtype), torch.randn(shape[0], generator=normal)
+    packed = kernels.pack_linear(weight, bias, int8=int8, output_dtype=torch.float32)
+    for num_rows in (1, 2, 3, 6, 7, 8, 12, 13, 16, 17, 31, 33, 48, 65, 100, 200):
+        x = torch.randn(num_rows, shape[1] + 32, generator=normal).to(dtype)[:, 32:]
+        out = torch.full((num_rows, shape[0] + 3), 7.0)
+        kernels.linear(x, packed, out[:, : shape[0]])
+        torch.testing.assert_close(out[:, : shape[0]], twin(x, weight, bias, int8), rtol=1e-5, atol=1e-5)
+        assert (out[:, shape[0] :] == 7).all()
+
+
+@kinds
+def test_a_row_does_not_depend_on_the_others(
+    kernels: NativeKernels, normal: torch.Generator, kind: tuple[torch.dtype, bool]
+) -> None:
+    dtype, int8 = kind
+    packed = kernels.pack_linear(weights(normal, 80, 320, dtype), int8=int8)
+    x = torch.randn(150, 320, generator=normal).to(dtype)
+    together = torch.empty(150, 80, dtype=dtype)
+    kernels.linear(x, packed, together)
+    for start, end in ((0, 1), (5, 9), (10, 17), (20, 33), (40, 80), (20, 140)):
+        for num_threads in (1, 3):
+            kernels.num_threads = num_threads
+            apart = torch.empty(end - start, 80, dtype=dtype)
+            kernels.linear(x[start:end], packed, apart)
+            assert torch.equal(apart, together[start:end])
+
+
+@kinds
+@pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH])
+def test_gate_and_up_in_one(
+    kernels: NativeKernels, normal: torch.Generator, activation: Activation, kind: tuple[torch.dtype, bool]
+) -> None:
+    dtype, int8 = kind
+    weight, bias = weights(normal, 2 * 80, 64, dtype), torch.randn(160, generator=normal)
+    packed = kernels.pack_linear(weight, bias, int8=int8, activation=activation, output_dtype=torch.float32)
+    assert (packed.in_features, packed.out_features) == (64, 80)
+    for num_rows in (1, 5, 40):
+        x = torch.randn(num_rows, 64, generator=normal).to(dtype)
+        out = torch.empty(num_rows, 80)
+        kernels.linear(x, packed, out)
+        name = "silu" if activation == Activation.SILU else "gelu_tanh"
+        expected = reference.gate(twin(x, weight, bias, int8), name)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@kinds
+def test_accumulates(kernels: NativeKernels, normal: torch.Generator, kind: tuple[torch.dtype, bool]) -> None:
+    dtype, int8 = kind
+    weight = weights(normal, 48, 64, dtype)
+    packed = kernels.pack_linear(weight, int8=int8, output_dtype=torch.float32, accumulate=True)
+    x, start = torch.randn(9, 64, generator=normal).to(dtype), torch.randn(9, 48, generator=normal)
+    out = start.clone()
+    kernels.linear(x, packed, out)
+    torch.testing.assert_close(out, start + twin(x, weight, None, int8), rtol=1e-5, atol=1e-5)
+
+
+def test_output_is_rounded_once(kernels: NativeKernels, normal: torch.Generator) -> None:
+    weight, x = weights(normal, 64, 256, torch.bfloat16), torch.randn(10, 256, generator=normal).bfloat16()
+    narrow, wide = torch.empty(10, 64, dtype=torch.bfloat16), torch.empty(10, 64)
+    kernels.linear(x, kernels.pack_linear(weight), narrow)
+    kernels.linear(x, kernels.pack_linear(weight, output_dtype=torch.float32), wide)
+    assert torch.equal(narrow, wide.bfloat16())
+
+
+def test_int8_weights_lose_little(kernels: NativeKernels, normal: torch.Generator) -> None:
+    weight, x = weights(normal, 128, 512, torch.bfloat16), torch.randn(20, 512, generator=normal).bfloat16()
+    out = torch.empty(20, 128)
+    kernels.linear(x, kernels.pack_linear(weight, int8=True, output_dtype=torch.float32), out)
+    exact = F.linear(x.float(), weight.float())
+    assert (out - exact).norm() / exact.norm() < 0.01
+
+
+def test_every_int8_code_survives(kernels: NativeKernels) -> None:
+    """A weight of the codes -127 to 127 with scale one, read back through unit vectors."""
+    codes = torch.cat((torch.arange(-127.0, 128), torch.tensor([127.0]))).repeat(
+        32, 1
+    )  # 32 channels, 256 inputs
+    weight = codes.bfloat16()
+    packed = kernels.pack_linear(weight, int8=True, output_dtype=torch.float32)
+    for num_rows in (1, 256):
+        out = torch.empty(num_rows, 32)
+        kernels.linear(torch.eye(256).bfloat16()[:num_rows], packed, out)
+        assert torch.equal(out, codes.T[:num_rows])
+
+
+def test_what_cannot_be_packed_is_said(kernels: NativeKernels) -> None:
+    assert not kernels.packs(torch.zeros(16, 33, dtype=torch.bfloat16))
+    assert not kernels.packs(torch.zeros(16, 32, dtype=torch.float16))
+    assert not kernels.packs(torch.zeros(48, 32), Activation.SILU)
+    with pytest.raises(ValueError, match="cannot be packed"):
+        kernels.pack_linear(torch.zeros(16, 33, dtype=torch.bfloat16))

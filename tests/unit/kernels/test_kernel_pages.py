@@ -1,0 +1,93 @@
+"""Rotary embedding and writing into pages against their torch twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import DTYPES
+
+from paged_engine.attention.interface import AttentionSpec
+from paged_engine.kernels import reference
+from paged_engine.kernels.library import Rotary
+from paged_engine.kernels.native import NativeKernels
+
+NUM_PAGES, NUM_QUERY_HEADS, NUM_KV_HEADS = 7, 6, 2
+SHAPES = [(16, 64), (64, 48), (32, 256), (16, 20), (5, 64), (1, 32), (2, 33)]
+
+
+def slots_of(num_tokens: int, page_size: int, normal: torch.Generator) -> torch.Tensor:
+    return torch.randperm(NUM_PAGES * page_size, generator=normal)[:num_tokens]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "page{}-dim{}".format(*shape))
+@pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_write_pages(
+    kernels: NativeKernels,
+    normal: torch.Generator,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    shape: tuple[int, int],
+) -> None:
+    page_size, head_dim = shape
+    cache = torch.full((NUM_PAGES, NUM_KV_HEADS, 2, page_size, head_dim), torch.nan, dtype=cache_dtype)
+    expected = cache.clone()
+    layout = kernels.attention_layer(
+        AttentionSpec(NUM_QUERY_HEADS, NUM_KV_HEADS, head_dim, 1.0), page_size, dtype, cache_dtype
+    ).pages
+    slots = slots_of(40, page_size, normal)
+    fused = torch.randn(len(slots), 2 * NUM_KV_HEADS, head_dim, generator=normal).to(dtype)
+    key, value = fused[:, :NUM_KV_HEADS], fused[:, NUM_KV_HEADS:]
+    kernels.write_pages(layout, key, value, slots, cache)
+    reference.write_pages(expected, key, value, slots)
+    assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
+    for read, written in zip(reference.read_pages(cache), (key, value), strict=True):
+        tokens = read[slots // page_size, slots % page_size]
+        assert torch.equal(tokens, written.to(cache_dtype))
+
+
+@pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(16, 64, 64), (16, 80, 40), (5, 64, 64), (16, 20, 10), (4, 32, 8)], ids=str
+)
+def test_rotate_and_write(
+    kernels: NativeKernels,
+    normal: torch.Generator,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    interleaved: bool,
+    norms: bool,
+) -> None:
+    page_size, head_dim, rotary_dim = shape
+    slots = slots_of(30, page_size, normal)
+    fused = torch.randn(len(slots), NUM_QUERY_HEADS + 2 * NUM_KV_HEADS, head_dim, generator=normal).to(dtype)
+    query, key, value = fused.split((NUM_QUERY_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), 1)
+    angles = torch.randn(len(slots), rotary_dim // 2, generator=normal)
+    cosines, sines = angles.cos(), angles.sin()
+    query_norm, key_norm = (torch.rand(head_dim, generator=normal) + 0.5 if norms else None for _ in range(2))
+    cache = torch.full((NUM_PAGES, NUM_KV_HEADS, 2, page_size, head_dim), torch.nan, dtype=dtype)
+    expected_cache = cache.clone()
+    expected_query, expected_key = (
+        reference.rotate(heads, cosines, sines, interleaved=interleaved, norm=norm, epsilon=1e-5)
+        for heads, norm in ((query, query_norm), (key, key_norm))
+    )
+    reference.write_pages(expected_cache, expected_key, value, slots)
+    rotary = Rotary(
+        rotary_dim,
+        interleaved,
+        cosines.data_ptr(),
+        sines.data_ptr(),
+        None if query_norm is None else query_norm.data_ptr(),
+        None if key_norm is None else key_norm.data_ptr(),
+        1e-5,
+    )
+    layer = kernels.attention_layer(
+        AttentionSpec(NUM_QUERY_HEADS, NUM_KV_HEADS, head_dim, 1.0), page_size, dtype, dtype
+    )
+    kernels.rotate_and_write(layer, rotary, query, key, value, slots, cache)
+    # One unit in the last place: the products of a rotation may be fused or not.
+    tolerance = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
+    torch.testing.assert_close(query, expected_query, **tolerance)
+    torch.testing.assert_close(cache, expected_cache, equal_nan=True, **tolerance)
