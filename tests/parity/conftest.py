@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
-import torch
 from hand_built import load_tiny
+from model_pair import Pair
 from tiny_models import save_tiny_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
-from paged_engine.models.load import LoadedModel
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One checkpoint, loaded twice."""
-
-    reference: PreTrainedModel
-    """With transformers' eager attention."""
-    paged: LoadedModel
-
-    @torch.inference_mode()
-    def reference_logits(self, token_ids: list[int]) -> torch.Tensor:
-        """transformers' plain forward over the whole sequence: float32 [num_tokens, vocab_size]."""
-        logits: torch.Tensor = self.reference(torch.tensor([token_ids]), use_cache=False).logits[0]
-        return logits
+from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture(scope="session")

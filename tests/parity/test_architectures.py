@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import Pair
 from hand_built import HandBuilt
+from model_pair import Pair
 from tiny_models import TINY_MODELS
 
 PAGE_SIZE = 4

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import Pair
 from hand_built import HandBuilt
+from model_pair import Pair
 
 ATTENTION_BACKENDS = ["torch"]
 PAGE_SIZES = [1, 2, 7, 16, 64]

@@ -71,8 +71,8 @@ def test_where_a_gguf_file_is_converted_to(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_CACHE_HOME", "users")
     resolve_checkpoint(str(tmp_path / "model.gguf"), "float32")
     assert converted == [
-        (tmp_path / "model.gguf", Path("given"), "bfloat16"),
-        (tmp_path / "model.gguf", Path("users/paged_engine"), "float32"),
+        (tmp_path / "model.gguf", Path("given/models"), "bfloat16"),
+        (tmp_path / "model.gguf", Path("users/paged_engine/models"), "float32"),
     ]
 
 

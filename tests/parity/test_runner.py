@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Pair
 from hand_built import HandBuilt, load_tiny
+from model_pair import Pair
 from tiny_models import save_tiny_model
 
 from paged_engine.execution.batch import Batch

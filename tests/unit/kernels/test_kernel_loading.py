@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import library, make_kernels
+from kernel_variants import library, make_kernels
 
 from paged_engine.attention.cpu_native import load_cpu_attention
 from paged_engine.attention.interface import AttentionSetup, AttentionSpec, BackendUnsupported

@@ -64,13 +64,14 @@ def test_rotate_and_write(
     slots = slots_of(30, page_size, normal)
     fused = torch.randn(len(slots), NUM_QUERY_HEADS + 2 * NUM_KV_HEADS, head_dim, generator=normal).to(dtype)
     query, key, value = fused.split((NUM_QUERY_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), 1)
-    angles = torch.randn(len(slots), rotary_dim // 2, generator=normal)
+    positions = torch.randint(0, 100, (len(slots),), generator=normal)
+    angles = torch.randn(100, rotary_dim // 2, generator=normal)
     cosines, sines = angles.cos(), angles.sin()
     query_norm, key_norm = (torch.rand(head_dim, generator=normal) + 0.5 if norms else None for _ in range(2))
     cache = torch.full((NUM_PAGES, NUM_KV_HEADS, 2, page_size, head_dim), torch.nan, dtype=dtype)
     expected_cache = cache.clone()
     expected_query, expected_key = (
-        reference.rotate(heads, cosines, sines, interleaved=interleaved, norm=norm, epsilon=1e-5)
+        reference.rotate(heads, positions, cosines, sines, interleaved=interleaved, norm=norm, epsilon=1e-5)
         for heads, norm in ((query, query_norm), (key, key_norm))
     )
     reference.write_pages(expected_cache, expected_key, value, slots)
@@ -79,6 +80,7 @@ def test_rotate_and_write(
         interleaved,
         cosines.data_ptr(),
         sines.data_ptr(),
+        positions.data_ptr(),
         None if query_norm is None else query_norm.data_ptr(),
         None if key_norm is None else key_norm.data_ptr(),
         1e-5,

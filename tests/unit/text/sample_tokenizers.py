@@ -151,17 +151,17 @@ class SampleTokenizer(Tokenizer):
     """A tokenizer whose vocabulary the tests can look into."""
 
     def piece_of(self, token_id: int) -> str | None:
-        piece: str | None = self._tokenizer.backend_tokenizer.id_to_token(token_id)
+        piece: str | None = self.hf_tokenizer.backend_tokenizer.id_to_token(token_id)
         return piece
 
     def id_of(self, piece: str) -> int:
-        token_id = self._tokenizer.backend_tokenizer.token_to_id(piece)
+        token_id = self.hf_tokenizer.backend_tokenizer.token_to_id(piece)
         assert token_id is not None, f"no token {piece!r}"
         return int(token_id)
 
     def byte_ids(self, values: bytes) -> list[int]:
         """Each byte as a token of its own."""
-        if self._tokenizer.backend_tokenizer.token_to_id("<0x00>") is not None:
+        if self.hf_tokenizer.backend_tokenizer.token_to_id("<0x00>") is not None:
             return [self.id_of(f"<0x{value:02X}>") for value in values]
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         alphabet = printable + [0x100 + i for i in range(256 - len(printable))]

@@ -24,30 +24,36 @@ class CpuAttention:
 
     def __init__(self, setup: AttentionSetup, kernels: NativeKernels) -> None:
         self.kernels = kernels
-        self._specs = setup.specs
-        self._page_size = setup.page_size
-        self._layers = [
+        self.layers = [
             kernels.attention_layer(spec, setup.page_size, setup.dtype, setup.cache_dtype)
             for spec in setup.specs
         ]
-        self._caches: dict[int, torch.Tensor] = {}
-        self._batch: Batch | None = None
-        self._step = AttentionStep()
+        """What the kernels know of each layer."""
+        self.caches: dict[int, torch.Tensor] = {}
+        """By layer, the pages that are bound to it."""
+        self.setup = setup
+        self._planned: tuple[Batch, AttentionStep] | None = None
+
+    @property
+    def planned(self) -> tuple[Batch, AttentionStep]:
+        """The batch of this step, and the same as the kernels read it."""
+        if self._planned is None:
+            raise RuntimeError("attention was asked for before its step was planned")
+        return self._planned
 
     def page_shape(self, layer: int) -> tuple[int, ...]:
         """(num_kv_heads, 2, page_size, head_dim)."""
-        spec = self._specs[layer]
-        return spec.num_kv_heads, 2, self._page_size, spec.head_dim
+        spec = self.setup.specs[layer]
+        return spec.num_kv_heads, 2, self.setup.page_size, spec.head_dim
 
     def bind(self, layer: int, cache: torch.Tensor) -> None:
         """Keep `cache`, [num_pages, *page_shape(layer)], and ask for large memory pages under it."""
         self.kernels.library.advise_huge_pages(cache.data_ptr(), cache.nbytes)
-        self._caches[layer] = cache
+        self.caches[layer] = cache
 
     def plan(self, batch: Batch) -> None:
         """Note where the step's sequences and their pages are."""
-        self._batch = batch
-        self._step = self.kernels.attention_step(batch)
+        self._planned = batch, self.kernels.attention_step(batch)
 
     def attend(
         self,
@@ -58,13 +64,10 @@ class CpuAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend."""
-        if self._batch is None:
-            raise RuntimeError("attend was called before plan")
-        structure, cache = self._layers[layer], self._caches[layer]
-        self.kernels.write_pages(structure.pages, key, value, self._batch.slots, cache)
-        return self.kernels.attention(
-            structure, self._step, query, cache, None if sinks is None else sinks.float()
-        )
+        batch, step = self.planned
+        structure, cache = self.layers[layer], self.caches[layer]
+        self.kernels.write_pages(structure.pages, key, value, batch.slots, cache)
+        return self.kernels.attention(structure, step, query, cache, None if sinks is None else sinks.float())
 
 
 def load_cpu_attention(setup: AttentionSetup) -> CpuAttention:
@@ -75,6 +78,8 @@ def load_cpu_attention(setup: AttentionSetup) -> CpuAttention:
     """
     if setup.device.type != "cpu":
         raise BackendUnsupported(f"it computes on the CPU, the model is on {setup.device}")
+    if any(spec.scale <= 0 for spec in setup.specs):
+        raise BackendUnsupported("attention scales must be positive")
     for name, dtype in (("dtype", setup.dtype), ("kv_cache_dtype", setup.cache_dtype)):
         if dtype not in _DTYPES:
             raise BackendUnsupported(f"{name} must be float32, bfloat16 or float16, got {dtype}")

@@ -102,6 +102,7 @@ class Rotary(ctypes.Structure):
         ("interleaved", c_int32),
         ("cosines", c_void_p),
         ("sines", c_void_p),
+        ("positions", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
         ("norm_epsilon", c_float),
@@ -124,7 +125,53 @@ class Linear(ctypes.Structure):
     )
 
 
-_STRUCTURES = (PageLayout, AttentionLayer, AttentionStep, Heads, Rotary, Linear)
+class DecoderLayer(ctypes.Structure):
+    """A whole decoder layer; see api.h."""
+
+    _fields_ = (
+        ("attention", AttentionLayer),
+        ("rotary", Rotary),
+        ("hidden_size", c_int32),
+        ("norm_epsilon", c_float),
+        ("input_norm", c_void_p),
+        ("attention_output_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("mlp_output_norm", c_void_p),
+        ("qkv", Linear),
+        ("attention_output", Linear),
+        ("gate_and_up", Linear),
+        ("down", Linear),
+        ("cache", c_void_p),
+    )
+
+
+class DecoderStep(ctypes.Structure):
+    """What a stack of decoder layers works on; see api.h."""
+
+    _fields_ = (
+        ("attention", AttentionStep),
+        ("num_tokens", c_int64),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("residual", c_void_p),
+        ("normed", c_void_p),
+        ("qkv", c_void_p),
+        ("attended", c_void_p),
+        ("gated", c_void_p),
+        ("projected", c_void_p),
+    )
+
+
+_STRUCTURES = (
+    PageLayout,
+    AttentionLayer,
+    AttentionStep,
+    Heads,
+    Rotary,
+    Linear,
+    DecoderLayer,
+    DecoderStep,
+)
 
 _HEADS = POINTER(Heads)
 _KERNELS: dict[str, tuple[Any, ...]] = {
@@ -137,6 +184,7 @@ _KERNELS: dict[str, tuple[Any, ...]] = {
     "gate": (c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32, c_int32),
     "pack_linear": (c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32),
     "linear": (POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32),
+    "decode": (POINTER(DecoderLayer), c_int32, POINTER(DecoderStep)),
     "argmax": (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32),
     "log_sum_exp": (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import Array
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,8 @@ from paged_engine.kernels.library import (
     Activation,
     AttentionLayer,
     AttentionStep,
+    DecoderLayer,
+    DecoderStep,
     ElementType,
     Heads,
     Library,
@@ -63,8 +66,13 @@ class NativeKernels:
         self._gate = library.kernel("gate", variant)
         self._pack_linear = library.kernel("pack_linear", variant)
         self._linear = library.kernel("linear", variant)
+        self._decode = library.kernel("decode", variant)
         self._argmax = library.kernel("argmax", variant)
         self._log_sum_exp = library.kernel("log_sum_exp", variant)
+
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialized memory [num_elements] for what every step reads or writes, in large pages."""
+        return self._arena.allocate(num_elements, dtype)
 
     # ---- Attention
 
@@ -224,6 +232,7 @@ class NativeKernels:
         activation: Activation = Activation.IDENTITY,
         output_dtype: torch.dtype | None = None,
         accumulate: bool = False,
+        scale: float = 1.0,
     ) -> PackedLinear:
         """Pack weight [out_features, in_features], float32 or bfloat16, once; `linear` then uses it.
 
@@ -232,6 +241,7 @@ class NativeKernels:
             activation: other than IDENTITY: weight (and bias) are [gate; up], and y = activation(gate) * up.
             output_dtype: float32 or bfloat16; the weight's own by default.
             accumulate: add to y instead of overwriting it.
+            scale: y is multiplied by it (bias included).
 
         Raises:
             ValueError: sizes that the kernel does not take, see `packs`.
@@ -246,6 +256,9 @@ class NativeKernels:
         scales = None
         if int8:
             weight, scales = quantize_int8(weight)
+        if scale != 1.0:
+            scales = torch.full(weight.shape[:1], scale) if scales is None else scales * scale
+            bias = None if bias is None else bias * scale
         out_features, in_features = weight.shape
         num_pairs = -(-out_features // (2 * PANEL_WIDTH))
         weight = weight.contiguous()
@@ -289,6 +302,12 @@ class NativeKernels:
             out.stride(0),
             self.num_threads,
         )
+
+    # ---- Whole layers
+
+    def decode(self, layers: Array[DecoderLayer], step: DecoderStep) -> None:
+        """Run a stack of decoder layers over a step; what it works on is described at DecoderStep in api.h."""
+        self._decode(layers, len(layers), step)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

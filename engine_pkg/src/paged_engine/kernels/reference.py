@@ -57,6 +57,7 @@ def write_pages(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slo
 
 def rotate(
     heads: torch.Tensor,
+    positions: torch.Tensor,
     cosines: torch.Tensor,
     sines: torch.Tensor,
     *,
@@ -64,16 +65,16 @@ def rotate(
     norm: torch.Tensor | None = None,
     epsilon: float = 0.0,
 ) -> torch.Tensor:
-    """Rotary embedding of [num_tokens, num_heads, head_dim] by angles of [num_tokens, rotary_dim / 2].
+    """Rotary embedding of [num_tokens, num_heads, head_dim] by the angles of positions [num_tokens].
 
-    Elements beyond rotary_dim stay. With `norm` ([head_dim]) each head is first divided by its root mean square and
-    multiplied by it.
+    cosines and sines are [number of positions, rotary_dim / 2]; elements beyond rotary_dim stay. With `norm`
+    ([head_dim]) each head is first divided by its root mean square and multiplied by it.
     """
     x = heads.float()
     if norm is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * norm
     half = cosines.shape[-1]
-    cosines, sines = cosines[:, None], sines[:, None]
+    cosines, sines = cosines[positions, None], sines[positions, None]
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
     first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.split(half, -1)
     pair = (first * cosines - second * sines, second * cosines + first * sines)

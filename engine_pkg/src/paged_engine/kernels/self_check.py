@@ -42,17 +42,21 @@ def _check_attention(kernels: NativeKernels, normal: _Normal) -> Iterator[_Compa
     for dtype in _DTYPES:
         for page_size, head_dim in ((16, 64), (32, 80), (5, 24)):
             spec = AttentionSpec(6, 2, head_dim, head_dim**-0.5, sliding_window=290)
-            batch = _batch((300, 40, 1), (300, 1, 1), page_size)
+            batch = trial_batch((300, 40, 1), (300, 1, 1), page_size)
             shape = (int(batch.page_indices.max()) + 1, spec.num_kv_heads, 2, page_size, head_dim)
             cache = normal(*shape).to(dtype)
             expected_cache = cache.clone()
             query = normal(batch.num_tokens, 6, head_dim).to(dtype)
             key, value = (normal(batch.num_tokens, 2, head_dim).to(dtype) for _ in range(2))
-            cosines, sines = (normal(batch.num_tokens, head_dim // 2) for _ in range(2))
-            rotated = reference.rotate(query, cosines, sines)
-            reference.write_pages(expected_cache, reference.rotate(key, cosines, sines), value, batch.slots)
+            cosines, sines = (normal(300, head_dim // 2) for _ in range(2))
+            rotated, rotated_key = (
+                reference.rotate(heads, batch.positions, cosines, sines) for heads in (query, key)
+            )
+            reference.write_pages(expected_cache, rotated_key, value, batch.slots)
             layer = kernels.attention_layer(spec, page_size, dtype, dtype)
-            rotary = Rotary(head_dim, 0, cosines.data_ptr(), sines.data_ptr(), None, None, 0.0)
+            rotary = Rotary(
+                head_dim, 0, cosines.data_ptr(), sines.data_ptr(), batch.positions.data_ptr(), None, None, 0.0
+            )
             kernels.rotate_and_write(layer, rotary, query, key, value, batch.slots, cache)
             yield "rotate_and_write", query, rotated
             yield "rotate_and_write", cache, expected_cache
@@ -87,7 +91,7 @@ def _check_linear(kernels: NativeKernels, normal: _Normal) -> Iterator[_Comparis
             yield "linear", out, reference.linear(x.to(dtype), codes, scales, bias, torch.float32)
 
 
-def _batch(context_lens: tuple[int, ...], num_queries: tuple[int, ...], page_size: int) -> Batch:
+def trial_batch(context_lens: tuple[int, ...], num_queries: tuple[int, ...], page_size: int) -> Batch:
     """A step of sequences with these context lengths, of which the last num_queries tokens are computed; their pages
     follow each other."""
     ranges, num_pages = [], 0

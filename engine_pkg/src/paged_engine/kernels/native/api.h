@@ -52,8 +52,9 @@ struct Heads {
 struct Rotary {
   int32_t rotary_dim;
   int32_t interleaved;  // 0: element i turns with i + rotary_dim / 2; 1: elements 2i and 2i + 1 turn together
-  const float* cosines;  // [num_tokens][rotary_dim / 2]
+  const float* cosines;  // [position][rotary_dim / 2]
   const float* sines;
+  const int64_t* positions;  // [num_tokens]
   const float* query_norm;  // [head_dim] or null
   const float* key_norm;
   float norm_epsilon;
@@ -62,7 +63,7 @@ struct Rotary {
 // y = activation(x Wᵀ * scales + bias); weights in panels of 16 output channels as pack_linear leaves them.
 struct Linear {
   const void* weights;
-  const float* scales;  // [out_features], int8 only
+  const float* scales;  // [out_features] or null
   const float* bias;    // [out_features] or null
   int32_t in_features;
   int32_t out_features;
@@ -72,24 +73,60 @@ struct Linear {
   int32_t accumulate;       // 1: added to y
 };
 
+// A pre-norm decoder layer: x += attention(norm(x)); x += mlp(norm(x)), either branch with a norm of its own at its end.
+struct DecoderLayer {
+  AttentionLayer attention;
+  Rotary rotary;  // without positions
+  int32_t hidden_size;
+  float norm_epsilon;
+  const float* input_norm;             // [hidden_size]
+  const float* attention_output_norm;  // or null
+  const float* mlp_norm;
+  const float* mlp_output_norm;  // or null
+  Linear qkv;                    // to [query heads, key heads, value heads]
+  Linear attention_output;       // accumulates, unless a norm follows
+  Linear gate_and_up;
+  Linear down;
+  void* cache;
+};
+
+// What a stack of layers works on. Buffers hold num_tokens rows; their elements are the layers' query_type, or float.
+struct DecoderStep {
+  AttentionStep attention;
+  int64_t num_tokens;
+  const int64_t* positions;
+  const int64_t* slots;
+  float* residual;   // [hidden_size], in and out
+  void* normed;      // [hidden_size]
+  void* qkv;         // [all heads]
+  void* attended;    // [query heads]
+  void* gated;       // [intermediate size]
+  float* projected;  // [hidden_size]
+};
+
 #define PAGED_ENGINE_DECLARE(variant)                                                                                   \
   void attention_##variant(const AttentionLayer*, const AttentionStep*, const Heads* query, const void* cache,          \
                            const float* sinks, void* out);                                                              \
-  void write_pages_##variant(const PageLayout*, const Heads* keys, const Heads* values, ElementType, const int64_t* slots, \
-                             int64_t num_tokens, void* cache, int32_t num_threads);                                     \
+  void write_pages_##variant(const PageLayout*, const Heads* keys, const Heads* values, ElementType,                    \
+                             const int64_t* slots, int64_t num_tokens, void* cache, int32_t num_threads);               \
   void rotate_and_write_##variant(const AttentionLayer*, const Rotary*, const Heads* query, const Heads* keys,          \
                                   const Heads* values, const int64_t* slots, int64_t num_tokens, void* cache,           \
                                   int32_t num_threads);                                                                 \
+  /* residual += x where x is given; out = residual / rms(residual) * weight where out is given */                      \
   void rms_norm_##variant(const void* x, void* residual, const float* weight, void* out, int64_t num_rows,              \
-                          int64_t size, float epsilon, ElementType type, ElementType residual_type, int32_t num_threads); \
+                          int64_t size, float epsilon, ElementType type, ElementType residual_type,                     \
+                          int32_t num_threads);                                                                         \
   void gate_##variant(const void* gate_and_up, void* out, int64_t num_rows, int64_t size, Activation, ElementType,      \
                       int32_t num_threads);                                                                             \
   void pack_linear_##variant(const void* weight, void* packed, int64_t out_features, int64_t in_features, ElementType,  \
                              int32_t num_threads);                                                                      \
   void linear_##variant(const Linear*, const void* x, int64_t x_stride, int64_t num_rows, void* y, int64_t y_stride,    \
                         int32_t num_threads);                                                                           \
-  void argmax_##variant(const void* x, int64_t num_rows, int64_t size, ElementType, int64_t* out, int32_t num_threads); \
-  void log_sum_exp_##variant(const void* x, int64_t num_rows, int64_t size, ElementType, float* out, int32_t num_threads);
+  void decode_##variant(const DecoderLayer*, int32_t num_layers, const DecoderStep*);                                   \
+  void argmax_##variant(const void* x, int64_t num_rows, int64_t size, ElementType, int64_t* out,                       \
+                        int32_t num_threads);                                                                           \
+  void log_sum_exp_##variant(const void* x, int64_t num_rows, int64_t size, ElementType, float* out,                    \
+                             int32_t num_threads);
 
 PAGED_ENGINE_DECLARE(generic)
 PAGED_ENGINE_DECLARE(avx2)

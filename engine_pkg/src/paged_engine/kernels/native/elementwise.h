@@ -15,7 +15,7 @@ inline Vector activate(Activation activation, Vector x) {
   return x / (1.0f + exponential(-u));
 }
 
-// residual += x where x is given; out = residual / rms(residual) * weight.
+// residual += x where x is given; out = residual / rms(residual) * weight where out is given. out may be x.
 template <class Element, class Residual>
 void rms_norm(const Element* x, Residual* residual, const float* weight, Element* out, int64_t num_rows, int64_t size,
               float epsilon, int num_threads) {
@@ -31,6 +31,7 @@ void rms_norm(const Element* x, Residual* residual, const float* weight, Element
       }
       squares = multiply_add(v, v, squares);
     });
+    if (!out) continue;
     const Vector factor = broadcast(1.0f / __builtin_sqrtf(horizontal_sum(squares) / float(size) + epsilon));
     for_each_vector(size, [&](int64_t i, int count) {
       store(out + row * size + i, load(r + i, count) * factor * load(weight + i, count), count);

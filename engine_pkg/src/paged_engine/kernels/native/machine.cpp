@@ -59,6 +59,8 @@ EXPORT void structure_sizes(int32_t* sizes) {
   sizes[3] = sizeof(Heads);
   sizes[4] = sizeof(Rotary);
   sizes[5] = sizeof(Linear);
+  sizes[6] = sizeof(DecoderLayer);
+  sizes[7] = sizeof(DecoderStep);
 }
 
 // Asks for large memory pages for the whole ones inside [data, data + size): before they are first touched.

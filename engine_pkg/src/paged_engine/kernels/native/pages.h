@@ -71,11 +71,11 @@ inline void normalize(float* x, const float* weight, int size, float epsilon) {
   });
 }
 
-// Turns the first rotary_dim elements of a head by the token's angles, in place.
+// Turns the first rotary_dim elements of a head by the angles of the token's position, in place.
 inline void rotate(float* x, const Rotary& rotary, int64_t token) {
   const int half = rotary.rotary_dim / 2;
-  const float* cosines = rotary.cosines + token * half;
-  const float* sines = rotary.sines + token * half;
+  const float* cosines = rotary.cosines + rotary.positions[token] * half;
+  const float* sines = rotary.sines + rotary.positions[token] * half;
   if (rotary.interleaved) {
     for (int i = 0; i < half; i++) {
       const float a = x[2 * i], b = x[2 * i + 1];

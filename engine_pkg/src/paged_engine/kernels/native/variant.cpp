@@ -1,8 +1,5 @@
 // One variant of every kernel. Compiled once per instruction set with -DVARIANT=<name> and that set's flags.
-#include "attention.h"
-#include "elementwise.h"
-#include "linear.h"
-#include "pages.h"
+#include "decoder.h"
 
 #define JOIN_(name, variant) name##_##variant
 #define JOIN(name, variant) JOIN_(name, variant)
@@ -26,10 +23,7 @@ void EXPORT(write_pages)(const PageLayout* layout, const Heads* keys, const Head
 void EXPORT(rotate_and_write)(const AttentionLayer* layer, const Rotary* rotary, const Heads* query, const Heads* keys,
                               const Heads* values, const int64_t* slots, int64_t num_tokens, void* cache,
                               int32_t num_threads) {
-  with_type(layer->pages.element_type, [&](auto element) {
-    const Pages<decltype(element)> pages(layer->pages, cache);
-    rotate_and_write(pages, *layer, *rotary, *query, *keys, *values, slots, num_tokens, num_threads);
-  });
+  rotate_and_write(*layer, *rotary, *query, *keys, *values, slots, num_tokens, cache, num_threads);
 }
 
 void EXPORT(rms_norm)(const void* x, void* residual, const float* weight, void* out, int64_t num_rows, int64_t size,
@@ -64,6 +58,10 @@ void EXPORT(pack_linear)(const void* weight, void* packed, int64_t out_features,
 void EXPORT(linear)(const Linear* layer, const void* x, int64_t x_stride, int64_t num_rows, void* y, int64_t y_stride,
                     int32_t num_threads) {
   linear(*layer, x, x_stride, num_rows, y, y_stride, num_threads);
+}
+
+void EXPORT(decode)(const DecoderLayer* layers, int32_t num_layers, const DecoderStep* step) {
+  for (int32_t i = 0; i < num_layers; i++) decode_layer(layers[i], *step);
 }
 
 void EXPORT(argmax)(const void* x, int64_t num_rows, int64_t size, ElementType type, int64_t* out, int32_t num_threads) {
