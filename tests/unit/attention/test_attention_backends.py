@@ -112,10 +112,10 @@ def test_a_sequence_of_nan_stays_alone(backend: str) -> None:
             part.fill_(torch.nan)
     healthy = [(0, 0, 9), (2, 0, 6)]
     outputs = run.step([healthy[0], (1, 0, 5), healthy[1]])
-    for layer, output in enumerate(outputs):
+    for index, output in enumerate(outputs):
         assert output[1].isnan().all()
         for got, (i, start, end) in zip((output[0], output[2]), healthy, strict=True):
-            torch.testing.assert_close(got.double(), run.expected(layer, i, start, end), atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(got.double(), run.expected(index, i, start, end), atol=2e-5, rtol=2e-5)
     run.step([(1, 5, 6)])
     run.check([(0, 9, 10), (2, 6, 26)])
 
