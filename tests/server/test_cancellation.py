@@ -149,6 +149,7 @@ def test_deadline_ends_a_request_whose_client_has_gone_unseen(tiny_server):
     assert tiny_server.metric("llm_requests_total", outcome="timeout") == before + 1
 
 
+@pytest.mark.slow
 def test_default_deadline(start_server):
     server = start_server({"default_timeout_ms": 700}, environment={"PAGED_ENGINE_FAULTS": "1"})
     asked = {**LONG, "return_finish_reason": True}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from triton_server import TritonServer
 from wire import SLOW, GrpcStream, at_once, generate, generate_stream, grpc_answer, grpc_infer
 
 NEIGHBOUR = {
@@ -53,34 +50,3 @@ def test_faults_are_off_unless_the_server_was_started_with_them(server):
     for fault in ("prepare", "model", "detokenize", "respond", "step", "fatal"):
         fields = {"text_input": f"[[fault:{fault}]]", "max_tokens": 1}
         assert generate(server, fields).checked()
-
-
-def test_an_engine_that_cannot_go_on_says_so_at_once(start_server):
-    """Those in flight get an error, new ones UNAVAILABLE; loading the model again is the way out."""
-    server: TritonServer = start_server(explicit=True, environment={"PAGED_ENGINE_FAULTS": "1"})
-    server.load()
-    with GrpcStream(server) as first, GrpcStream(server) as second:
-        for stream in (first, second):
-            stream.send(NEIGHBOUR).next()
-        fatal = generate(server, {"text_input": "[[fault:fatal]]", "max_tokens": 5})
-        assert fatal.error is not None and fatal.error.startswith("INTERNAL: ")
-        for stream in (first, second):
-            answer = grpc_answer(stream.finish())
-            assert answer.error is not None and answer.error.startswith("INTERNAL: ")
-    for way in (generate, generate_stream, grpc_infer):
-        refused = way(server, {"text_input": "Hello", "max_tokens": 2})
-        assert refused.error is not None and refused.error.startswith("UNAVAILABLE: the engine is down")
-        assert refused.status in (None, 400, 503)
-    if asks_is_ready(server):
-        assert not server.is_model_ready()
-    server.wait_pool_clean()
-    server.unload()
-    server.load()
-    assert generate(server, {"text_input": "Hello", "max_tokens": 2}).checked()
-    assert server.is_model_ready()
-
-
-def asks_is_ready(server: TritonServer) -> bool:
-    """Whether this Triton calls a Python model's `is_ready`; older ones take any model with a stub for ready."""
-    version = json.loads(server.request("GET", "/v2")[1])["version"]
-    return tuple(int(number) for number in version.split(".")) >= (2, 68)

@@ -191,6 +191,12 @@ class TritonServer:
         """Send one HTTP request, ``body`` as JSON, and return status and body of the answer."""
         return _request(self.process.ports.http, method, path, body, timeout_s)
 
+    def version(self) -> tuple[int, ...]:
+        """Triton's version: (2, 51, 0)."""
+        return tuple(
+            int(number) for number in json.loads(self.request("GET", "/v2")[1])["version"].split(".")
+        )
+
     def metrics(self) -> list[Sample]:
         """What the metrics page shows now."""
         status, page = _request(self.process.ports.metrics, "GET", "/metrics", None, 30.0)

@@ -88,8 +88,9 @@ class StepLoop:
             logger.exception("the step loop ended")
             reason = f"the engine is down: {type(error).__name__}: {error}"
             self._ledger.close(reason)
-            for ticket in self._ledger.live():
-                self._end(ticket, RequestError.internal(reason))
+            for ticket in self._ledger.live():  # nothing has been wrong with those that no step has worked on
+                error_of = RequestError.internal if ticket.has_begun else RequestError.unavailable
+                self._end(ticket, error_of(reason))
             with suppress(Exception):  # whatever state it is in
                 self._statistics = self._engine.statistics()
 
