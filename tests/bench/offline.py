@@ -88,7 +88,9 @@ def limit_seconds(load: str, weight_bytes: int, num_weights: int, bandwidth: flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="checkpoint; the packaged SmolLM2-135M-Instruct by default")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
@@ -102,7 +104,9 @@ def main() -> None:
     num_weights = sum(weight.numel() for weight in weights)
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
     bandwidth, rate = copy_bandwidth(), matmul_rate(getattr(torch, options.dtype))
-    table = Table(title=f"{num_weights / 1e6:.0f} M weights, {bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.2f} TFLOP/s")
+    table = Table(
+        title=f"{num_weights / 1e6:.0f} M weights, {bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.2f} TFLOP/s"
+    )
     for name in ("load", "tokens/s (median)", "min to max", "outside the model", "of the limit"):
         table.add_column(name, justify="left" if name == "load" else "right")
     for load, (count, num_prompt_tokens, max_tokens) in LOADS.items():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from served_checkpoint import write_tiny_checkpoint
 from triton_server import TritonServer
 
 from paged_engine.tools.default_model import default_model
@@ -22,8 +22,6 @@ PARAMETERS = {"dtype": "float32", "page_size": 16, "max_num_tokens": 256, "max_b
 FAULTS = {"PAGED_ENGINE_FAULTS": "1"}
 """Makes a server fail, or be slow, where a prompt asks for it (see serving/faults.py)."""
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-
 StartServer = Callable[..., TritonServer]
 
 
@@ -35,34 +33,9 @@ def checkpoint() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two small layers with random weights (always the same) and the default model's tokenizer.
-
-    It loads and runs in no time and says nonsense: for tests of everything but the text.
-    """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        dtype="float32",
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
+    """A checkpoint that is quick to load and run, with the default model's tokenizer: for all but the text."""
     folder = tmp_path_factory.mktemp("tiny_checkpoint")
-    model.save_pretrained(folder)
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(checkpoint / name, folder / name)
+    write_tiny_checkpoint(folder, tokenizer_of=checkpoint)
     return folder
 
 

@@ -30,6 +30,12 @@ class EngineConfig(BaseModel):
     attention_backend: Literal["auto", "flashinfer", "cpu", "torch"] = Field(
         "auto", description="auto, flashinfer, cpu or torch"
     )
+    weight_dtype: Literal["auto", "int8"] = Field(
+        "auto", description="auto or int8; int8 quantizes the weights at load, on a CPU"
+    )
+    graft: Flag = Field(
+        True, description="true or false; runs known architectures in the native CPU kernels as a whole"
+    )
     trust_remote_code: Flag = Field(
         False, description="true or false; lets a checkpoint bring its own Python code"
     )

@@ -14,16 +14,17 @@ import torch
 from transformers import GenerationConfig
 
 from paged_engine.admission import Admission
-from paged_engine.attention.interface import AttentionSetup
+from paged_engine.attention.interface import AttentionBackend, AttentionSetup
 from paged_engine.attention.select import select_backend
 from paged_engine.config import EngineConfig
 from paged_engine.engine import Engine
+from paged_engine.errors import ConfigurationError
 from paged_engine.execution.cuda_graphs import make_decode_graphs
 from paged_engine.execution.kv_cache import cache_dtype, create_kv_cache
-from paged_engine.execution.runner import ModelRunner
+from paged_engine.execution.runner import Forward, ModelRunner
 from paged_engine.execution.sampling import Sampler
 from paged_engine.guided import GrammarCompiler
-from paged_engine.models.load import load_model, resolve_checkpoint, resolve_device
+from paged_engine.models.load import LoadedModel, load_model, resolve_checkpoint, resolve_device
 from paged_engine.scheduling.pages import PagePool
 from paged_engine.scheduling.scheduler import Scheduler
 from paged_engine.text.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ def load_engine(config: EngineConfig) -> Engine:
         graphs = make_decode_graphs(
             model, backend, page_size=config.page_size, max_batch_size=config.max_batch_size
         )
-    runner = ModelRunner(model, backend, graphs)
+    runner = ModelRunner(model, backend, graphs, _graft(config, model, backend))
     cache = create_kv_cache(
         config,
         backend,
@@ -101,6 +102,26 @@ def load_engine(config: EngineConfig) -> Engine:
         runner=runner,
         sampler=Sampler(model.vocab_size),
     )
+
+
+def _graft(config: EngineConfig, model: LoadedModel, backend: AttentionBackend) -> Forward | None:
+    """The native kernels for the whole model, where it is one that they know; None where its modules stay."""
+    int8 = config.weight_dtype == "int8"
+    grafted = None
+    if config.graft and backend.name == "cpu":
+        # Imported here since the kernels behind it are of no use on a GPU.
+        from paged_engine.attention.cpu_native import CpuAttention
+        from paged_engine.models.graft import graft_model
+
+        assert isinstance(backend, CpuAttention), "the name says so"
+        grafted = graft_model(model, backend, max_num_tokens=config.max_num_tokens, int8=int8)
+    if int8 and grafted is None:
+        raise ConfigurationError(
+            f"weight_dtype must be auto for {type(model.module).__name__} with attention_backend {backend.name} and "
+            f"graft {str(config.graft).lower()}, got int8: only the native CPU kernels compute with int8 weights, "
+            "and only for architectures that they know"
+        )
+    return grafted
 
 
 def usable_cores() -> int:

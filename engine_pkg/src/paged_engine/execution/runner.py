@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
@@ -15,15 +17,29 @@ from paged_engine.models.load import LoadedModel
 from paged_engine.request import SamplingParams
 from paged_engine.scheduling.sequence import ScheduledRange, Sequence, StepPlan
 
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(token_ids, positions, rows) -> logits of the rows, as models.hook.forward_flat."""
+
 
 class ModelRunner:
     """A loaded model whose attention goes through `backend`. A model has one runner; another one takes it over."""
 
     def __init__(
-        self, model: LoadedModel, backend: AttentionBackend, graphs: DecodeGraphs | None = None
+        self,
+        model: LoadedModel,
+        backend: AttentionBackend,
+        graphs: DecodeGraphs | None = None,
+        forward: Forward | None = None,
     ) -> None:
-        """`graphs`, of the same model and backend, serve the steps that they cover once they are captured."""
+        """
+        Args:
+            model: what is run.
+            backend: its attention.
+            graphs: of the same model and backend; they serve the steps that they cover once they are captured.
+            forward: runs the model in place of its own modules, over the step that `backend` has planned.
+        """
         self._model = model
+        self._forward = forward or partial(forward_flat, model.module)
         self._backend = backend
         self._graphs = graphs
         # Kernels that are not torch's go to the thread's current device, whatever their tensors' is.
@@ -48,9 +64,7 @@ class ModelRunner:
             if self._graphs is not None and self._graphs.covers(batch):
                 return self._graphs.replay(batch)
             self._backend.plan(batch)
-            return forward_flat(
-                self._model.module, batch.token_ids, batch.positions, batch.sample_rows
-            ).float()
+            return self._forward(batch.token_ids, batch.positions, batch.sample_rows).float()
 
     def capture_graphs(self, dummy_page: int) -> None:
         """Record the graphs, once the pages are bound; `dummy_page` is a page of the cache that no sequence is given."""

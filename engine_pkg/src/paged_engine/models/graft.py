@@ -67,7 +67,9 @@ class _Ends:
 class _Buffers:
     """What the layers of a step work on; made once for the largest step."""
 
-    def __init__(self, kernels: NativeKernels, layer: DecoderLayer, dtype: torch.dtype, num_tokens: int) -> None:
+    def __init__(
+        self, kernels: NativeKernels, layer: DecoderLayer, dtype: torch.dtype, num_tokens: int
+    ) -> None:
         heads = layer.attention.num_query_heads
         all_heads = heads + 2 * layer.attention.pages.num_kv_heads
         head_dim = layer.attention.pages.head_dim
@@ -101,7 +103,12 @@ class GraftedModel:
     """A model's forward pass over the step that its attention backend has planned."""
 
     def __init__(
-        self, backend: CpuAttention, layers: Array[DecoderLayer], ends: _Ends, buffers: _Buffers, owned: list[Any]
+        self,
+        backend: CpuAttention,
+        layers: Array[DecoderLayer],
+        ends: _Ends,
+        buffers: _Buffers,
+        owned: list[Any],
     ) -> None:
         """`owned` is whatever the layers' structures point to."""
         self._backend = backend

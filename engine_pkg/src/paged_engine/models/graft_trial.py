@@ -88,7 +88,9 @@ def trace(
         record.outputs.append((output[0] if isinstance(output, tuple) else output)[0])
         record.angles.append(keywords.get("position_embeddings"))
 
-    def after_rotary(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+    def after_rotary(
+        module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any
+    ) -> None:
         record.rotary_calls.append((module, arguments, keywords, output))
 
     attach(model.layers, backend)
@@ -116,7 +118,11 @@ def _make_table(
         def replaced(argument: Any, positions: torch.Tensor = positions) -> Any:
             if not isinstance(argument, torch.Tensor):
                 return argument
-            return argument.new_empty(1, 1, 1, dtype=torch.float32) if argument.is_floating_point() else positions
+            return (
+                argument.new_empty(1, 1, 1, dtype=torch.float32)
+                if argument.is_floating_point()
+                else positions
+            )
 
         angles = module(
             *(replaced(argument) for argument in arguments),
@@ -124,10 +130,10 @@ def _make_table(
         )
         cosines.append(angles[0][0])
         sines.append(angles[1][0])
-    both = torch.cat(cosines), torch.cat(sines)
-    half = both[0].shape[1] // 2
-    if all(torch.equal(each[:, :half], each[:, half:]) for each in both):
-        return RotaryTable(*(each[:, :half].contiguous() for each in both), interleaved=False)
-    if all(torch.equal(each[:, ::2], each[:, 1::2]) for each in both):
-        return RotaryTable(*(each[:, ::2].contiguous() for each in both), interleaved=True)
+    cosine, sine = torch.cat(cosines), torch.cat(sines)
+    half = cosine.shape[1] // 2
+    if all(torch.equal(each[:, :half], each[:, half:]) for each in (cosine, sine)):
+        return RotaryTable(cosine[:, :half].contiguous(), sine[:, :half].contiguous(), interleaved=False)
+    if all(torch.equal(each[:, ::2], each[:, 1::2]) for each in (cosine, sine)):
+        return RotaryTable(cosine[:, ::2].contiguous(), sine[:, ::2].contiguous(), interleaved=True)
     raise NotRecognised(f"{owner} lays its angles out in an unknown way")
