@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -119,7 +120,7 @@ def test_huge_max_tokens_reserve_nothing(cramped_server):
     streams = [GrpcStream(cramped_server) for _ in range(4)]
     for stream in streams:
         stream.send({**fields, **stop})
-    for token_ids in at_once([lambda number=number: read(number) for number in range(4)]):
+    for token_ids in at_once([partial(read, number) for number in range(4)]):
         assert token_ids == tokens
     for stream in streams:
         stream.close()
@@ -170,7 +171,7 @@ def test_lower_priority_is_sooner(queue_server):
     for name, priority in (("late", 5), ("usual", 0), ("usual again", 0), ("soon", -5)):
         streams[name] = send({"max_tokens": 1, "priority": priority})
         wait_for(lambda: queue_server.metric("llm_requests_waiting") == len(streams))
-    at_once([lambda name=name, stream=stream: finish(name, stream) for name, stream in streams.items()])
+    at_once([partial(finish, name, stream) for name, stream in streams.items()])
     for stream in (first, second):
         grpc_answer(stream.finish()).checked()
     assert order == ["soon", "usual", "usual again", "late"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 
 import pytest
 from triton_server import TritonServer
@@ -55,7 +56,7 @@ def cancel_grpc_without_streaming(server: TritonServer, num_events: int) -> None
 def test_8_streams_that_are_left_alone_free_what_they_held(tiny_server, leave):
     solo = grpc_infer(tiny_server, NEIGHBOUR).checked().text
     before = cancelled(tiny_server)
-    answers = at_once([*[lambda: leave(tiny_server, 5)] * 8, lambda: grpc_infer(tiny_server, NEIGHBOUR)])
+    answers = at_once([*[partial(leave, tiny_server, 5)] * 8, partial(grpc_infer, tiny_server, NEIGHBOUR)])
     assert answers[-1].checked().text == solo
     tiny_server.wait_pool_clean()
     assert cancelled(tiny_server) == before + 8
@@ -104,11 +105,11 @@ def test_cancelled_while_waiting(queue_server):
         for running in (first, second):
             running.next()
         before = cancelled(queue_server)
-        waiting = [GrpcStream(queue_server).send(LONG), HttpRequest(queue_server).send(LONG)]
+        over_grpc, over_http = GrpcStream(queue_server).send(LONG), HttpRequest(queue_server).send(LONG)
         wait_for(lambda: queue_server.metric("llm_requests_waiting") == 2)
-        waiting[0].close(cancel_requests=True)
+        over_grpc.close(cancel_requests=True)
         wait_for(lambda: cancelled(queue_server) == before + 1)
-        waiting[1].close()
+        over_http.close()
         for running in (first, second):
             assert solo.endswith(grpc_answer(running.finish()).checked().text)
 

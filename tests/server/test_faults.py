@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from wire import SLOW, GrpcStream, at_once, generate, generate_stream, grpc_answer, grpc_infer
 
@@ -22,7 +24,7 @@ def test_a_fault_in_one_request_ends_that_request_alone(tiny_server, fault):
     ways = [generate, generate_stream, grpc_infer]
     with GrpcStream(tiny_server) as neighbour:
         neighbour.send(NEIGHBOUR).next()
-        answers = at_once([lambda way=way: way(tiny_server, faulty) for way in ways])
+        answers = at_once([partial(way, tiny_server, faulty) for way in ways])
         assert solo.endswith(grpc_answer(neighbour.finish()).checked().text)
     for answer in answers:
         assert answer.error is not None and answer.error.startswith("INTERNAL: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_16_concurrent_streams_equal_their_solo_runs(request, model, num_tokens)
         }
         for index, theme in enumerate(themes * 2)
     ]
-    together = at_once([lambda fields=fields: grpc_infer(server, fields) for fields in requests])
+    together = at_once([partial(grpc_infer, server, fields) for fields in requests])
     for fields, answer in zip(requests, together, strict=True):
         assert_same(grpc_infer(server, fields).checked(), answer.checked())
 
@@ -179,7 +180,7 @@ def test_stop_string_over_several_tokens_never_leaks(server):
 
 
 def test_counts_and_finish_reasons(tiny_server):
-    cases = [
+    cases: list[tuple[dict[str, Any], int, str]] = [
         ({"max_tokens": 1}, 1, "length"),
         ({"max_tokens": 5, "ignore_eos": True}, 5, "length"),
         ({"max_tokens": 64, "ignore_eos": True}, 64, "length"),

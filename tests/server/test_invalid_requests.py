@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -180,9 +181,7 @@ def test_three_good_and_three_bad_requests_at_once(tiny_server):
     solo = generate_stream(tiny_server, NEIGHBOUR).checked().text
     bad = [{**PROMPT, "sampling_parameters": text} for text in ('{"bad', "[1]", "null")]
     for way in (generate_stream, grpc_infer):
-        answers = at_once(
-            [lambda fields=fields, way=way: way(tiny_server, fields) for fields in [NEIGHBOUR, *bad] * 3]
-        )
+        answers = at_once([partial(way, tiny_server, fields) for fields in [NEIGHBOUR, *bad] * 3])
         for position, answer in enumerate(answers):
             if position % 4 == 0:
                 assert answer.checked().text == solo
@@ -200,8 +199,8 @@ def test_every_kind_of_bad_request_hurts_nobody(tiny_server):
             assert generate(tiny_server, request).error
             assert grpc_infer(tiny_server, request).error
 
-    neighbours = [lambda: grpc_infer(tiny_server, fields) for _ in range(4)]
-    answers = at_once([*neighbours, *(lambda part=part: send_all(part) for part in range(4))])
+    neighbours = [partial(grpc_infer, tiny_server, fields)] * 4
+    answers = at_once([*neighbours, *(partial(send_all, part) for part in range(4))])
     for answer in answers[:4]:
         assert answer.checked().text == solo
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,8 +208,8 @@ def test_unloaded_after_20_requests_cancelled_at_random(loaded_server):
             sender.send({**RUNNING, "text_input": prompt, "max_tokens": 2000})
             time.sleep(chance.uniform(0.0, 0.05))
     leave = [
-        *(lambda request=request: request.close(reset=True) for request in requests),
-        *(lambda stream=stream: stream.close(cancel_requests=True) for stream in streams),
+        *(partial(request.close, reset=True) for request in requests),
+        *(partial(stream.close, cancel_requests=True) for stream in streams),
     ]
     chance.shuffle(leave)
     for call in leave:

@@ -210,7 +210,7 @@ class TestVllmBackend:
         )
         stream.close(cancel_requests=True)
         result, error = stream.next()
-        assert result is None and error.status() == "StatusCode.CANCELLED"
+        assert result is None and error is not None and error.status() == "StatusCode.CANCELLED"
 
 
 class TestOpenAiFrontend:
@@ -266,7 +266,7 @@ class TestGenaiPerf:
         "sampling", [{"max_tokens": "12"}, {"max_tokens": "12", "min_tokens": "12"}], ids=["max", "exact"]
     )
     def test_vllm_converter(self, tiny_server, stream, sampling):
-        fields = {
+        fields: dict[str, list[Any]] = {
             "text_input": ["Once upon a time"],
             "exclude_input_in_output": [True],
             "sampling_parameters": [json.dumps(sampling)],

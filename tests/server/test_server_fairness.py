@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from triton_server import TritonServer
@@ -70,7 +69,7 @@ def test_a_long_prompt_holds_up_neither_a_running_stream_nor_a_newcomer(tiny_ser
             big.send({"input_ids": long_prompt, "max_tokens": 1, "ignore_eos": True})
             before = stream.num_responses
             newcomer.send({"input_ids": long_prompt[-10:], "max_tokens": 2, "ignore_eos": True})
-            at_once([lambda: finish("big", big), lambda: finish("newcomer", newcomer)])
+            at_once([partial(finish, "big", big), partial(finish, "newcomer", newcomer)])
     finally:
         stream.end()
     assert order == ["newcomer", "big"]
@@ -122,14 +121,10 @@ def test_many_long_prompts_and_many_short_ones_all_end_and_equal_their_solo_runs
         }
         for number in range(32)
     ]
-    calls: list[Callable[[], list[int]]] = [
-        lambda fields=fields: grpc_infer(tiny_server, fields).checked().joined("token_ids")
-        for fields in requests
-    ]
-    together = at_once(calls)
-    with ThreadPoolExecutor(1) as pool:
-        solo = list(pool.map(lambda call: call(), calls))
-    assert together == solo
+    together = at_once([partial(grpc_infer, tiny_server, fields) for fields in requests])
+    for fields, answer in zip(requests, together, strict=True):
+        solo = grpc_infer(tiny_server, fields).checked()
+        assert answer.checked().joined("token_ids") == solo.joined("token_ids")
 
 
 def test_a_stream_gets_each_of_its_tokens_in_a_response_of_its_own(tiny_server):

@@ -35,7 +35,7 @@ def run(*command: str, timeout_s: float = 280.0) -> str:
 
 
 def test_soak():
-    assert "passed" in run(str(TESTS / "bench" / "soak.py"), "--requests", "2500")
+    assert "passed" in run(str(TESTS / "bench" / "soak.py"), "--requests", "3000")
 
 
 def test_perf_analyzer_at_concurrency_1_to_8(tiny_server):
