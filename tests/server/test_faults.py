@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 from wire import SLOW, GrpcStream, at_once, generate, generate_stream, grpc_answer, grpc_infer
@@ -21,7 +22,7 @@ def test_a_fault_in_one_request_ends_that_request_alone(tiny_server, fault):
     solo = grpc_infer(tiny_server, NEIGHBOUR).checked().text
     before = tiny_server.metric("llm_requests_total", outcome="error")
     faulty = {"text_input": f"[[fault:{fault}]]", "max_tokens": 5}
-    ways = [generate, generate_stream, grpc_infer]
+    ways: list[Any] = [generate, generate_stream, grpc_infer]
     with GrpcStream(tiny_server) as neighbour:
         neighbour.send(NEIGHBOUR).next()
         answers = at_once([partial(way, tiny_server, faulty) for way in ways])
