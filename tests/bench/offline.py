@@ -8,6 +8,7 @@ quicker than reading the weights once, nor than their multiplications at the mea
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import statistics
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors import safe_open
 
 from paged_engine.config import EngineConfig
 from paged_engine.engine import Engine
@@ -46,6 +48,15 @@ def _seconds(call: object) -> float:
     began = time.perf_counter()
     call()  # type: ignore[operator]
     return time.perf_counter() - began
+
+
+def count_weights(checkpoint: Path) -> int:
+    """Numbers in a checkpoint folder; the loaded model's own modules are empty once the kernels have packed them."""
+    count = 0
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return count
 
 
 def run(engine: Engine, load: str, seed: int) -> tuple[float, float]:
@@ -100,9 +111,8 @@ def main() -> None:
     model = options.model or str(default_model(cache / "models"))
     parameters = {"num_pages": "1024", "max_seq_len": "2048", **dict(item.split("=") for item in options.set)}
     engine = load_engine(EngineConfig.from_parameters({"model": model, "dtype": options.dtype, **parameters}))
-    weights = list(engine._runner._model.module.parameters())
-    num_weights = sum(weight.numel() for weight in weights)
-    weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+    num_weights = count_weights(Path(model))
+    weight_bytes = num_weights * getattr(torch, options.dtype).itemsize
     bandwidth, rate = copy_bandwidth(), matmul_rate(getattr(torch, options.dtype))
     table = Table(
         title=f"{num_weights / 1e6:.0f} M weights, {bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.2f} TFLOP/s"

@@ -122,6 +122,14 @@ def test_known_models_in_chunks_and_company(tmp_path: Path, name: str, page_size
     torch.testing.assert_close(steps[1][1:], reference_logits(folder, short), atol=1e-4, rtol=1e-4)
 
 
+def test_a_step_in_which_nobody_samples_has_no_rows_of_logits(tmp_path: Path) -> None:
+    grafted = Grafted(save_tiny_model("llama", tmp_path))
+    batch = build_batch(StepPlan((ScheduledRange(grafted.sequence(tokens(20)), 0, 10),)), 16, CPU)
+    grafted.backend.plan(batch)
+    logits = grafted.forward(batch.token_ids, batch.positions, batch.sample_rows)
+    assert logits.shape == (0, VOCAB_SIZE)
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_other_models_stay_as_they_are(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_tiny_model(name, tmp_path)

@@ -116,7 +116,7 @@ class GraftedModel:
         self._ends = ends
         self._buffers = buffers
         self._owned = owned
-        self._logits = torch.empty(0)
+        self._logits = torch.empty(0, ends.head.out_features)
 
     @torch.inference_mode()
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
