@@ -60,7 +60,7 @@ class TestEitherTransport:
                     assert delta.text
                     break
             await asyncio.to_thread(tiny_server.wait_pool_clean)
-            task = asyncio.create_task(client.generate(SLOW + "Count:", timeout_ms=3000, **ENDLESS))
+            task = asyncio.create_task(client.generate(SLOW + "Count:", timeout_ms=1000, **ENDLESS))
             await asyncio.to_thread(wait_for, lambda: tiny_server.metric("llm_requests_running") == 1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -124,7 +124,7 @@ class TestEitherTransport:
                 with pytest.raises(InternalError, match="prepare"):
                     call("[[fault:prepare]]")
                 with pytest.raises(TimedOut):
-                    call(SLOW + "Count:", timeout_s=0.7, timeout_ms=3000, **ENDLESS)
+                    call(SLOW + "Count:", timeout_s=0.5, timeout_ms=1000, **ENDLESS)
             assert client.generate("Hello", max_tokens=2)
         tiny_server.wait_pool_clean()
         with Client(url(tiny_server, scheme), model="another") as client:
@@ -133,7 +133,7 @@ class TestEitherTransport:
                 client.generate("Hello")
 
     def test_a_full_queue_is_unavailable_and_a_retry_finds_a_place(self, queue_server, scheme):
-        slow: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+        slow: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
         with Client(url(queue_server, scheme)) as client, ThreadPoolExecutor() as pool:
             running = [pool.submit(client.generate, SLOW + "Hello", **slow) for _ in range(6)]
             wait_for(lambda: queue_server.metric("llm_requests_waiting") == 4)
@@ -141,7 +141,7 @@ class TestEitherTransport:
                 client.generate("Hello", max_tokens=1)
             with Client(url(queue_server, scheme), retries=20) as patient:
                 assert patient.generate("Hello", max_tokens=1)
-            assert all(future.result().num_output_tokens == 20 for future in running)
+            assert all(future.result().num_output_tokens == 12 for future in running)
 
     def test_nobody_there(self, scheme):
         with Client(f"{scheme}://127.0.0.1:9") as client:

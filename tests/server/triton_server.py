@@ -22,8 +22,8 @@ from paged_engine.tools.triton import TritonProcess
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 EXIT_TIMEOUT_S = 60
 READY_TIMEOUT_S = 180.0
-_POLL_S = 0.1
-_SETTLED_S = 0.5
+_POLL_S = 0.05
+_SETTLED_S = 0.3
 """How long the pool must look clean: longer than the model takes to publish its metrics once more."""
 _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -221,11 +221,12 @@ class TritonServer:
         Raises:
             AssertionError: that did not come to pass; the message has the figures.
         """
-        names = ("llm_kv_pages_used", "llm_requests_running", "llm_requests_waiting")
+        names = {"llm_kv_pages_used", "llm_requests_running", "llm_requests_waiting"}
         deadline = time.monotonic() + timeout_s
         clean_since: float | None = None
         while True:
-            figures = {name: self.metric(name) for name in names}
+            figures = {s.name: s.value for s in self.metrics() if s.name in names}
+            assert figures.keys() == names, "the model publishes no metrics"
             now = time.monotonic()
             if any(figures.values()):
                 clean_since = None

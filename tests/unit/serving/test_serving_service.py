@@ -321,15 +321,19 @@ def test_an_engine_that_is_unsound_afterwards_is_not_used_any_more(
 ) -> None:
     served = serve()
     served.model.pause_after(1)
-    running = [served.ask(stream=True) for _ in range(3)]
-    wait_until(lambda: served.model.num_steps == 1)
+    running = served.ask(stream=True)
+    wait_until(lambda: served.metrics.value("llm_kv_pages_used") > 0)
+    untouched = [served.ask(stream=True) for _ in range(3)]
     monkeypatch.setattr(served.engine.scheduler, "plan", lambda: raise_(ZeroDivisionError("scheduler")))
     monkeypatch.setattr(served.engine, "check_integrity", lambda: raise_(ValueError("a page is lost")))
     served.model.go_on()
-    for answer in running:
-        assert answer.wait().error.startswith("INTERNAL")
+    assert running.wait().error.startswith("INTERNAL")
+    for answer in untouched:
+        assert answer.wait().error.startswith(("INTERNAL", "UNAVAILABLE"))
     wait_until(lambda: not served.service.is_ready())
     assert served.ask().wait().error == "UNAVAILABLE: the engine is down: ValueError: a page is lost"
+    wait_until(lambda: served.metrics.value("llm_kv_pages_used") == 0)
+    assert served.metrics.value("llm_requests_running") == 0
 
 
 def test_a_response_that_cannot_be_built_ends_one_request(
