@@ -33,8 +33,9 @@ WEDGED_AFTER_S = 120.0
 """A step that runs longer has hung: the model is not ready, and those in flight are answered with an error."""
 
 _POLL_S = 0.05
-_POLL_S_PER_REQUEST = 0.001
-"""Asking whether one request is cancelled is a round trip to another process: at most one in a millisecond."""
+_MAX_POLLS = 20
+"""Asking whether a request is cancelled is a round trip to another process, as dear as sending a token: every request is
+asked every second time, and so many at most each time, in turn."""
 _PUBLISH_S = 0.25
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -66,6 +67,7 @@ class Service:
         self._loop = StepLoop(engine, self._ledger, self._sender, metrics)
         self._intake = Intake(self._prepare)
         self._next_poll = 0.0
+        self._num_polls = 0
         self._next_publication = 0.0
 
     def start(self) -> None:
@@ -165,19 +167,21 @@ class Service:
         now = time.monotonic()
         if now >= self._next_poll:
             self._end_wedged()
-            num_live = self._end_cancelled()
-            self._next_poll = now + max(_POLL_S, num_live * _POLL_S_PER_REQUEST)
+            self._end_cancelled()
+            self._next_poll = now + _POLL_S
         if now >= self._next_publication:
             self._metrics.publish(self._loop.statistics, *self._ledger.counts())
             self._next_publication = now + _PUBLISH_S
         return max(0.0, min(self._next_poll, self._next_publication) - time.monotonic())
 
-    def _end_cancelled(self) -> int:
+    def _end_cancelled(self) -> None:
         live = self._ledger.live()
-        for ticket in live:
+        num_polls = min(_MAX_POLLS, (len(live) + 1) // 2)
+        for _ in range(num_polls):
+            self._num_polls += 1
+            ticket = live[self._num_polls % len(live)]
             if ticket.responder is not None and ticket.responder.cancelled():
                 self._loop.abort(ticket, RequestError.cancelled())
-        return len(live)
 
     def _end_wedged(self) -> None:
         if self._is_wedged():
