@@ -70,7 +70,7 @@ def test_an_unknown_key_is_refused_even_when_unset() -> None:
     [
         ({"page_size": "512", "max_num_tokens": "512"}, "max(512, 64) = 512, got 512"),
         ({"max_batch_size": "64", "max_num_tokens": "64"}, "max(16, 64) = 64, got 64"),
-        ({"max_batch_size": "4096"}, "max(16, 4096) = 4096, got 2048"),
+        ({"max_batch_size": "4096", "max_num_tokens": "2048"}, "max(16, 4096) = 4096, got 2048"),
     ],
 )
 def test_a_step_must_hold_more_than_a_page_and_a_token_per_sequence(
@@ -121,3 +121,23 @@ def test_the_layers_below_execution_import_no_torch() -> None:
     )
     code = f"import sys; sys.path[:] = {sys.path!r}; import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device_type", "expected"),
+    [
+        ({}, "cpu", 512),
+        ({}, "cuda", 2048),
+        ({"enable_chunked_prefill": "false"}, "cpu", 2048),
+        ({"max_batch_size": "1000"}, "cpu", 2000),
+        ({"page_size": "512"}, "cpu", 1024),
+        ({"max_num_tokens": "300"}, "cpu", 300),
+        ({"max_num_tokens": "300"}, "cuda", 300),
+    ],
+)
+def test_tokens_in_a_step_fit_the_device_where_none_are_given(
+    overrides: dict[str, str], device_type: str, expected: int
+) -> None:
+    config = EngineConfig.from_parameters(parameters(**overrides)).fitted_to(device_type)
+    assert config.max_num_tokens == expected
+    assert EngineConfig.model_validate(config.model_dump()) == config

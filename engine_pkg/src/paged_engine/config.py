@@ -67,7 +67,10 @@ class EngineConfig(BaseModel):
         64, ge=1, le=4096, description="a whole number from 1 to 4096; sequences in a step"
     )
     max_num_tokens: Whole = Field(
-        2048, ge=2, le=1 << 20, description="a whole number from 2 to 1048576; tokens in a step"
+        0,
+        ge=0,
+        le=1 << 20,
+        description="a whole number from 2 to 1048576, tokens in a step; or 0 for 2048, on a CPU with chunked prefill 512",
     )
     max_seq_len: Whole = Field(
         0,
@@ -127,13 +130,29 @@ class EngineConfig(BaseModel):
     @model_validator(mode="after")
     def _check_together(self) -> EngineConfig:
         """A step must hold more than one page and more than one token for each sequence (the chunk unit is the page)."""
-        floor = max(self.page_size, self.max_batch_size)
-        if self.max_num_tokens <= floor:
+        floor = self._most_tokens_of_one_kind
+        if self.max_num_tokens and self.max_num_tokens <= floor:
             raise ValueError(
                 f"max_num_tokens must be greater than max(page_size, max_batch_size) = "
                 f"max({self.page_size}, {self.max_batch_size}) = {floor}, got {self.max_num_tokens}"
             )
         return self
+
+    @property
+    def _most_tokens_of_one_kind(self) -> int:
+        """What a step must be able to exceed: one token for each sequence, and a page of a chunk."""
+        return max(self.page_size, self.max_batch_size)
+
+    def fitted_to(self, device_type: str) -> EngineConfig:
+        """With max_num_tokens chosen for the device where it is 0.
+
+        A chunk holds up the streams beside it for as long as it is computed, so a CPU takes smaller ones: 512 tokens
+        already use all of its arithmetic.
+        """
+        if self.max_num_tokens:
+            return self
+        usual = 512 if device_type == "cpu" and self.enable_chunked_prefill else 2048
+        return self.model_copy(update={"max_num_tokens": max(usual, 2 * self._most_tokens_of_one_kind)})
 
 
 def _is_unset(value: str) -> bool:

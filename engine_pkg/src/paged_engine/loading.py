@@ -39,12 +39,14 @@ def load_engine(config: EngineConfig) -> Engine:
     """Load the checkpoint and get everything ready for the first step.
 
     Returns:
-        An engine whose `config` is the effective one: max_seq_len, num_pages and num_threads are what came out.
+        An engine whose `config` is the effective one: max_num_tokens, max_seq_len, num_pages and num_threads are
+        what came out.
 
     Raises:
         ConfigurationError: the checkpoint cannot be served as configured on this machine; says why.
     """
     device = resolve_device(config.device)
+    config = config.fitted_to(device.type)
     num_threads = config.num_threads or usable_cores()
     torch.set_num_threads(num_threads)
     model = load_model(config, device)

@@ -60,7 +60,7 @@ class Harness:
         self, *, num_pages: int = 64, page_size: int = 16, next_token: TextOf = greedy_token, **config: Any
     ) -> None:
         values = {"model": "none", "page_size": page_size, "num_pages": num_pages, **config}
-        self.config = EngineConfig.model_validate(values)
+        self.config = EngineConfig.model_validate(values).fitted_to("cpu")
         self.pool = PagePool(num_pages, page_size, self.config.enable_prefix_caching)
         self.scheduler = Scheduler(self.config, self.pool)
         self.page_size = page_size

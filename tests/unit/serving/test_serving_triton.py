@@ -39,9 +39,9 @@ def arguments(parameters: dict[str, str], kind: str = "CPU", **model_config: Any
 
 def test_parameters_of_the_python_backend_are_not_ours(triton: ModuleType) -> None:
     config = triton.read_config(
-        arguments({"model": "x", "page_size": "32", "EXECUTION_ENV_PATH": "y", "max_num_tokens": "${UNSET}"})
+        arguments({"model": "x", "page_size": "32", "EXECUTION_ENV_PATH": "y", "max_batch_size": "${UNSET}"})
     )
-    assert (config.page_size, config.max_num_tokens) == (32, 2048)
+    assert (config.page_size, config.max_batch_size) == (32, 64)
     with pytest.raises(ConfigurationError, match="chunk_sze"):
         triton.read_config(arguments({"model": "x", "chunk_sze": "1"}))
 
