@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ def load_engine(config: EngineConfig) -> Engine:
     Raises:
         ConfigurationError: the checkpoint cannot be served as configured on this machine; says why.
     """
+    # In a thread that ends, and its OpenMP team with it: libgomp counts the team members of all threads, and where there
+    # are more of them than cores it lets each sleep instead of wait, in every one of a step's hundreds of loops.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as thread:
+        return thread.submit(_load, config).result()
+
+
+def _load(config: EngineConfig) -> Engine:
     device = resolve_device(config.device)
     config = config.fitted_to(device.type)
     num_threads = config.num_threads or usable_cores()
