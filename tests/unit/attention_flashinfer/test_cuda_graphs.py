@@ -263,7 +263,7 @@ def test_what_models_do_can_be_captured(name: str, tmp_path: Path) -> None:
     batch = world.batch(*((world.sequence([5]), 1) for _ in range(3)))
     world.backend.plan(batch)
     with torch.inference_mode(), Recording() as recording:
-        forward_flat(world.runner._model.module, batch.token_ids, batch.positions, batch.sample_rows)
+        forward_flat(world.runner._model.module, batch.token_ids, batch.positions, batch.logit_rows)
     names = {str(function) for function, *_ in recording.calls}
     assert any("flashinfer_double" in name for name in names)
     assert [name for name in names if any(word in name for word in WAITS)] == []
