@@ -202,7 +202,9 @@ class Engine:
         generation = self._generations[sequence.request_id][sequence.index]
         if any(token.logprob is None or math.isnan(token.logprob) for token in prompt_tokens):
             return self.abort(sequence.request_id, not_finite("some token of the prompt"))
-        assert generation.prompt_logprobs is not None, "only sequences that score their prompt have scored positions"
+        assert generation.prompt_logprobs is not None, (
+            "only sequences that score their prompt have scored positions"
+        )
         generation.prompt_logprobs += prompt_tokens
         return []
 

@@ -37,7 +37,10 @@ Prompt = str | list[int] | Chat
 
 
 class SamplingParams(BaseModel):
-    """How tokens are chosen, when the text ends, and how much of the prompt is read. Descriptions complete "<field> must be …"."""
+    """How much of the prompt is read, how tokens are chosen, and when the text ends.
+
+    Descriptions complete "<field> must be …".
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -97,7 +100,9 @@ class SamplingParams(BaseModel):
         if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise ValueError("logit_bias must be an object of token id: finite number from -100 to 100")
         if self.truncate_prompt_tokens == 0:
-            raise ValueError("truncate_prompt_tokens must be a whole number >= 1, or -1 for as many as fit, got 0")
+            raise ValueError(
+                "truncate_prompt_tokens must be a whole number >= 1, or -1 for as many as fit, got 0"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}"

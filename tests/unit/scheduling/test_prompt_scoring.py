@@ -31,14 +31,17 @@ def test_the_scored_positions_are_those_of_the_prompt_but_its_last() -> None:
 
 def test_the_first_sequence_of_a_request_scores_for_all() -> None:
     sampling = SamplingParams(prompt_logprobs=3, n=2)
-    assert [
-        Sequence("r", [1, 2], sampling, max_num_tokens=4, index=i).scores_prompt for i in range(2)
-    ] == [True, False]
+    assert [Sequence("r", [1, 2], sampling, max_num_tokens=4, index=i).scores_prompt for i in range(2)] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("threshold", [0, 1, 5])
 def test_each_position_is_scored_once_in_chunks_of_any_size(threshold: int) -> None:
-    harness = Harness(page_size=4, max_num_tokens=17, max_batch_size=4, long_prefill_token_threshold=threshold)
+    harness = Harness(
+        page_size=4, max_num_tokens=17, max_batch_size=4, long_prefill_token_threshold=threshold
+    )
     sequences = [
         make_sequence(length, name=f"{length}", scores_prompt=length % 2 == 0) for length in (2, 31, 40, 8, 1)
     ]

@@ -123,10 +123,7 @@ class ResponseAssembler:
             tensors["cumulative_logprob"] = np.array(values, np.float32)
         if options.return_logprobs:
             tensors["logprobs"] = _strings(
-                [
-                    self._logprobs_json(item.logprobs) if self._reports_logprobs else "null"
-                    for item in pending
-                ]
+                [self._logprobs_json(item.logprobs) if self._reports_logprobs else "null" for item in pending]
             )
         if self._owes_prompt_logprobs:
             tensors["prompt_logprobs"] = _strings([self._take_prompt_logprobs()])
