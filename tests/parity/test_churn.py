@@ -182,7 +182,7 @@ def test_each_of_many_requests_is_as_if_alone(
     target = engine(checkpoint, **{"max_seq_len": 140, "max_batch_size": 4, **parameters})
     together = churn(target, requests, cancelled, rng)
     statistics = target.statistics()
-    assert statistics.num_preemptions > count // 10
+    assert statistics.num_preemptions > count // 20
     assert (statistics.num_prefix_cached_tokens > count) == target.config.enable_prefix_caching
     codes = [output.error.code for of_one in together.outputs.values() for output in of_one if output.error]
     assert set(codes) == {ErrorCode.CANCELLED}
