@@ -237,7 +237,8 @@ def test_outputs_have_the_declared_types_and_come_only_where_asked_for(tiny_serv
         with GrpcStream(tiny_server) as stream:
             stream.send({"text_input": "Hello", "max_tokens": 3, "ignore_eos": True, **options})
             result, error = stream.next()
-        assert error is None and is_final(result)
+        assert error is None, str(error)
+        assert is_final(result)
         outputs = result.get_response().outputs
         assert {output.name: (output.datatype, list(output.shape)) for output in outputs} == expected
 
