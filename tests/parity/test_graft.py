@@ -126,7 +126,7 @@ def test_a_step_in_which_nobody_samples_has_no_rows_of_logits(tmp_path: Path) ->
     grafted = Grafted(save_tiny_model("llama", tmp_path))
     batch = build_batch(StepPlan((ScheduledRange(grafted.sequence(tokens(20)), 0, 10),)), 16, CPU)
     grafted.backend.plan(batch)
-    logits = grafted.forward(batch.token_ids, batch.positions, batch.sample_rows)
+    logits = grafted.forward(batch.token_ids, batch.positions, batch.logit_rows)
     assert logits.shape == (0, VOCAB_SIZE)
 
 

@@ -98,6 +98,7 @@ class TestEitherTransport:
                 "seed": 3,
                 "n": 2,
                 "logprobs": 2,
+                "prompt_logprobs": 1,
                 "return_token_ids": True,
                 "return_cumulative_logprob": True,
             }
@@ -114,7 +115,9 @@ class TestEitherTransport:
                 for token, entry in zip(sequence.token_ids, sequence.logprobs, strict=True)
             )
             assert sequence.cumulative_logprob == pytest.approx(total, rel=1e-4)
-        assert whole.num_input_tokens == 2
+        assert whole.num_input_tokens == len(whole.prompt_logprobs) == 2
+        assert whole.prompt_logprobs[0] is None
+        assert stream.result.prompt_logprobs == whole.prompt_logprobs
 
     def test_errors_are_typed(self, tiny_server, scheme):
         with Client(url(tiny_server, scheme)) as client:

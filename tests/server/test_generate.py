@@ -197,7 +197,13 @@ def test_counts_and_finish_reasons(tiny_server):
 
 
 def test_outputs_have_the_declared_types_and_come_only_where_asked_for(tiny_server):
-    asked = {**EVERYTHING, "logprobs": 1, "return_logprobs": True, "return_cumulative_logprob": True}
+    asked = {
+        **EVERYTHING,
+        "logprobs": 1,
+        "return_logprobs": True,
+        "return_cumulative_logprob": True,
+        "prompt_logprobs": 1,
+    }
     for options, expected in (
         ({}, {"text_output": ("BYTES", [1])}),
         (dict.fromkeys(EVERYTHING, False), {"text_output": ("BYTES", [1])}),
@@ -211,6 +217,7 @@ def test_outputs_have_the_declared_types_and_come_only_where_asked_for(tiny_serv
                 "token_ids": ("INT32", [3]),
                 "cumulative_logprob": ("FP32", [1]),
                 "logprobs": ("BYTES", [1]),
+                "prompt_logprobs": ("BYTES", [1]),
             },
         ),
         (
@@ -223,13 +230,15 @@ def test_outputs_have_the_declared_types_and_come_only_where_asked_for(tiny_serv
                 "token_ids": ("INT32", [6]),
                 "cumulative_logprob": ("FP32", [2]),
                 "logprobs": ("BYTES", [2]),
+                "prompt_logprobs": ("BYTES", [1]),
             },
         ),
     ):
         with GrpcStream(tiny_server) as stream:
             stream.send({"text_input": "Hello", "max_tokens": 3, "ignore_eos": True, **options})
             result, error = stream.next()
-        assert error is None and is_final(result)
+        assert error is None, str(error)
+        assert is_final(result)
         outputs = result.get_response().outputs
         assert {output.name: (output.datatype, list(output.shape)) for output in outputs} == expected
 
@@ -262,6 +271,30 @@ def test_logprobs(tiny_server, tokenizer, way):
             total += chosen["logprob"]
         assert response["cumulative_logprob"][0] == pytest.approx(total, rel=1e-5)
     assert sum(len(json.loads(text)) for text in answer.joined("logprobs")) == 12
+
+
+@pytest.mark.parametrize("way", ["generate", "generate_stream", "gRPC, streaming"])
+def test_prompt_logprobs(tiny_server, tokenizer, way):
+    text = "Hello there"
+    fields = {"text_input": text, "max_tokens": 12, "ignore_eos": True, "seed": 11, "prompt_logprobs": 2}
+    answer = WAYS[way](tiny_server, fields).checked()
+    first, *others = answer.responses
+    assert not any("prompt_logprobs" in response for response in others)
+    unknown, *entries = json.loads(first["prompt_logprobs"][0])
+    assert unknown is None
+    for token_id, entry in zip(tokenizer.encode(text)[1:], entries, strict=True):
+        assert 2 <= len(entry) <= 3
+        assert entry[str(token_id)]["decoded_token"] == tokenizer.decode([token_id])
+        assert {1, 2} <= {value["rank"] for value in entry.values()}
+
+
+def test_a_truncated_prompt_is_its_last_tokens(tiny_server, tokenizer):
+    fields = {"max_tokens": 8, "temperature": 0, "return_num_input_tokens": True}
+    token_ids = tokenizer.encode("Hello there, how is it going?")
+    expected = generate(tiny_server, {**fields, "input_ids": token_ids[-5:]}).checked()
+    for prompt in ({"text_input": "Hello there, how is it going?"}, {"input_ids": token_ids}):
+        answer = generate(tiny_server, {**fields, **prompt, "truncate_prompt_tokens": 5}).checked()
+        assert answer.responses == expected.responses
 
 
 def test_logprobs_that_were_not_computed_are_null(tiny_server):

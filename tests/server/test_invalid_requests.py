@@ -45,6 +45,8 @@ NUMBERS: dict[str, Sequence[float]] = {
     "n": [0, -1, 129],
     "num_return_sequences": [0],
     "logprobs": [-1, 101],
+    "prompt_logprobs": [-1, 101],
+    "truncate_prompt_tokens": [0, -2],
     "timeout_ms": [-1],
     "beam_width": [2, 0],
     "length_penalty": [0.5],
@@ -112,7 +114,7 @@ SAMPLING_PARAMETERS: list[tuple[str, list[str]]] = [
     ('{"use_beam_search": true}', ["use_beam_search"]),
     ('{"best_of": 2}', ["best_of"]),
     ('{"lora_name": "mine"}', ["lora_name", "not supported"]),
-    ('{"prompt_logprobs": 1}', ["prompt_logprobs", "not supported"]),
+    ('{"logits_processors": ["mine"]}', ["logits_processors", "not supported"]),
 ]
 
 PROMPTS: list[tuple[dict[str, Any], list[str]]] = [

@@ -33,6 +33,8 @@ def test_numbers_are_finite_and_in_range(field: str, value: object) -> None:
         ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2**63), ("max_tokens", 1.5), ("max_tokens", "4.0"),
         ("min_tokens", -1), ("top_p", 0), ("top_p", 1.5), ("top_k", -2), ("top_k", "many"), ("min_p", 1.1),
         ("repetition_penalty", 0), ("seed", -1), ("seed", 2**64), ("n", 0), ("n", 1000), ("logprobs", -1), ("logprobs", 10**6),
+        ("prompt_logprobs", -1), ("prompt_logprobs", 101), ("prompt_logprobs", True), ("prompt_logprobs", "all"),
+        ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 1.5),
         ("ignore_eos", "yes"), ("stop", 3), ("stop", [1]), ("stop_token_ids", ["x"]), ("allowed_token_ids", []),
         ("logit_bias", {"5": "nan"}), ("logit_bias", {"x": 1.0}), ("logit_bias", [1]), ("logit_bias", {"5": 101}),
     ],

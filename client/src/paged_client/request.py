@@ -31,8 +31,9 @@ class GenerationOptions(TypedDict, total=False):
     (over the output), `bad_words` (never generated), `seed` (alias `random_seed`): sampling. `n` (alias
     `num_return_sequences`): sequences per prompt. `stop` (alias `stop_words`): strings that end the text and
     are not part of it. `ignore_eos`: go on until `max_tokens`. `logprobs`: the number of most likely
-    candidates to report for each token, besides the chosen one. `return_token_ids`,
-    `return_cumulative_logprob`: report these too. `exclude_input_in_output`: False puts the prompt before the
+    candidates to report for each token, besides the chosen one; `prompt_logprobs`: the same for the prompt.
+    `truncate_prompt_tokens`: keep only the last so many tokens of the prompt, -1 for as many as fit.
+    `return_token_ids`, `return_cumulative_logprob`: report these too. `exclude_input_in_output`: False puts the prompt before the
     text (`generate` only). `priority`: lower is sooner. `timeout_ms`: the server's deadline for the whole
     request; text made by then is returned with the finish reason `timeout`. `beam_width`, `length_penalty`,
     `end_id`, `pad_id`: accepted at their neutral values. `sampling_parameters`: any further key of the
@@ -57,6 +58,8 @@ class GenerationOptions(TypedDict, total=False):
     bad_words: str | Sequence[str] | None
     ignore_eos: bool | None
     logprobs: int | None
+    prompt_logprobs: int | None
+    truncate_prompt_tokens: int | None
     exclude_input_in_output: bool | None
     return_cumulative_logprob: bool | None
     return_logprobs: bool | None
@@ -115,6 +118,8 @@ _OPTION_TYPES: dict[str, tuple[str, bool]] = {
     "bad_words": ("BYTES", False),
     "ignore_eos": ("BOOL", True),
     "logprobs": ("INT32", True),
+    "prompt_logprobs": ("INT32", True),
+    "truncate_prompt_tokens": ("INT64", True),
     "exclude_input_in_output": ("BOOL", True),
     "return_cumulative_logprob": ("BOOL", True),
     "return_logprobs": ("BOOL", True),

@@ -59,6 +59,7 @@ class GenerationBuilder:
     def __init__(self) -> None:
         self._sequences: list[_Progress] = []
         self._num_input_tokens = 0
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -77,6 +78,8 @@ class GenerationBuilder:
         """
         outputs = response.outputs
         self._num_input_tokens = next(iter(outputs.get("num_input_tokens", ())), self._num_input_tokens)
+        for text in outputs.get("prompt_logprobs", ()):
+            self._prompt_logprobs = _parse_prompt_logprobs(text)
         deltas = [delta for delta in _split(outputs) if self._is_news(delta)]
         for delta in deltas:
             self._sequences[delta.sequence_index].add(delta)
@@ -89,6 +92,7 @@ class GenerationBuilder:
             num_input_tokens=self._num_input_tokens,
             duration_s=duration_s,
             time_to_first_token_s=time_to_first_token_s,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
     def _is_news(self, delta: Delta) -> bool:
@@ -127,16 +131,23 @@ def _split(outputs: Mapping[str, Sequence[Any]]) -> list[Delta]:
 
 
 def _parse_logprobs(text: str) -> tuple[TokenLogprobs, ...]:
-    """Reads `[{token_id: {logprob, rank, decoded_token}}, …]`; JSON has no -Infinity, so null stands for it."""
+    """Reads `[{token_id: {logprob, rank, decoded_token}}, …]`."""
     positions = json.loads(text) if text else None
-    return tuple(
-        {
-            int(token_id): TokenLogprob(
-                logprob=float("-inf") if entry["logprob"] is None else float(entry["logprob"]),
-                rank=entry.get("rank"),
-                decoded_token=entry.get("decoded_token"),
-            )
-            for token_id, entry in position.items()
-        }
-        for position in positions or ()
-    )
+    return tuple(_candidates(position) for position in positions or ())
+
+
+def _parse_prompt_logprobs(text: str) -> tuple[TokenLogprobs | None, ...]:
+    """Reads the same with null for a position of which nothing is known."""
+    return tuple(None if position is None else _candidates(position) for position in json.loads(text) or ())
+
+
+def _candidates(position: Mapping[str, Any]) -> TokenLogprobs:
+    """JSON has no -Infinity, so null stands for it."""
+    return {
+        int(token_id): TokenLogprob(
+            logprob=float("-inf") if entry["logprob"] is None else float(entry["logprob"]),
+            rank=entry.get("rank"),
+            decoded_token=entry.get("decoded_token"),
+        )
+        for token_id, entry in position.items()
+    }

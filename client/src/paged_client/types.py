@@ -72,6 +72,8 @@ class Generation:
     num_input_tokens: int
     duration_s: float
     time_to_first_token_s: float | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """Candidates of each token of the prompt, None for the first; empty unless `prompt_logprobs` were asked for."""
 
     @property
     def text(self) -> str:

@@ -68,8 +68,8 @@ class Admission:
             RequestError: INVALID_ARG for a prompt that is empty, too long or not made of token ids of this checkpoint, and
                 for controls that name tokens it does not have.
         """
-        prompt_token_ids = self._prompt_token_ids(request.prompt)
         sampling = self._with_defaults(request.sampling)
+        prompt_token_ids = self._truncated(self._prompt_token_ids(request.prompt), request)
         room = self._room_for_output(len(prompt_token_ids))
         max_tokens = min(sampling.max_tokens or self._config.default_max_tokens, room)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
@@ -108,6 +108,34 @@ class Admission:
                 "the prompt must have at least one token, and this checkpoint has no BOS to start from"
             )
         return [self._tokenizer.bos_token_id]
+
+    def _truncated(self, token_ids: list[int], request: GenerateRequest) -> list[int]:
+        """The last `truncate_prompt_tokens` tokens of a prompt, where the request wants that.
+
+        A text or a conversation that begins with BOS keeps it, as when a tokenizer truncates: it counts as one of them.
+        """
+        count = request.sampling.truncate_prompt_tokens
+        if count is None:
+            return token_ids
+        if count == -1:
+            count = self._most_prompt_tokens(request.sampling)
+        if len(token_ids) <= count:
+            return token_ids
+        if not isinstance(request.prompt, list) and token_ids[0] == self._tokenizer.bos_token_id:
+            return [token_ids[0], *token_ids[len(token_ids) - count + 1 :]]
+        return token_ids[-count:]
+
+    def _most_prompt_tokens(self, sampling: SamplingParams) -> int:
+        """Prompt tokens that leave room for `max_tokens` of output; without it for the default, or half of what there is."""
+        config = self._config
+        num_reserved = sampling.max_tokens or min(config.default_max_tokens, config.max_seq_len // 2)
+        if num_reserved >= config.max_seq_len:
+            raise RequestError.invalid(
+                f"truncate_prompt_tokens must be a whole number >= 1 where max_tokens = {num_reserved} leaves nothing of "
+                f"max_seq_len = {config.max_seq_len} for a prompt, got -1; lower max_tokens"
+            )
+        fits = config.max_seq_len - max(1, num_reserved)
+        return fits if config.enable_chunked_prefill else min(fits, config.max_num_tokens)
 
     def _checked_token_ids(self, token_ids: list[int]) -> list[int]:
         for token_id in token_ids:

@@ -8,14 +8,16 @@ that steps.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 from paged_engine.admission import Admission, PreparedRequest
 from paged_engine.config import EngineConfig
 from paged_engine.errors import RequestError
 from paged_engine.execution.batch import build_batch
+from paged_engine.execution.logprobs import score_prompts
 from paged_engine.execution.runner import ModelRunner
-from paged_engine.execution.sampling import SampledToken, Sampler
+from paged_engine.execution.sampling import SampledToken, Sampler, not_finite
 from paged_engine.request import GenerateRequest
 from paged_engine.scheduling.scheduler import Scheduler
 from paged_engine.scheduling.sequence import FinishReason, Sequence, StepPlan
@@ -39,6 +41,9 @@ class Output:
     """The new tokens, an end-of-sequence token included."""
     logprobs: tuple[SampledToken, ...] = ()
     """One for each new token, where the request asked for logprobs."""
+    prompt_logprobs: tuple[SampledToken, ...] | None = None
+    """One for each token of the prompt but its first, where the request asked for prompt_logprobs: with the first token of the
+    first sequence."""
     cumulative_logprob: float | None = None
     """Sum over all tokens so far, where the request asked for logprobs."""
     finish_reason: FinishReason | None = None
@@ -82,6 +87,13 @@ class _Generation:
             min_tokens=sampling.min_tokens,
         )
         self.cumulative_logprob: float | None = None if sampling.logprobs is None else 0.0
+        self.prompt_logprobs: list[SampledToken] | None = [] if sequence.scores_prompt else None
+        """What is known so far; None once it is in an output, or where it is not wanted."""
+
+    def take_prompt_logprobs(self) -> tuple[SampledToken, ...] | None:
+        """The prompt's log-probabilities, once."""
+        taken, self.prompt_logprobs = self.prompt_logprobs, None
+        return None if taken is None else tuple(taken)
 
 
 class Engine:
@@ -149,14 +161,18 @@ class Engine:
         if not plan.ranges:
             return []
         sampling = [item.sequence for item in plan.ranges if item.samples]
+        scoring = [item for item in plan.ranges if item.scored]
         try:
             logits = self._runner.execute(build_batch(plan, self.config.page_size, self._runner.device))
-            tokens = self._sampler.sample(logits, sampling)
+            scores = score_prompts(logits[len(sampling) :], scoring)
+            tokens = self._sampler.sample(logits[: len(sampling)], sampling)
         except Exception as error:
             logger.exception("a step of %d tokens failed", plan.num_tokens)
             return self._fail(plan, error)
         self.scheduler.advance(plan)
         outputs: list[Output] = []
+        for item, prompt_tokens in zip(scoring, scores, strict=True):
+            outputs += self._accept_scores(item.sequence, prompt_tokens)
         for sequence, token in zip(sampling, tokens, strict=True):
             outputs += self._accept(sequence, token)
         return outputs
@@ -180,6 +196,17 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise IntegrityError where a page is lost, shared by two writers, or held by nobody the scheduler knows."""
         self.scheduler.check_integrity()
+
+    def _accept_scores(self, sequence: Sequence, prompt_tokens: list[SampledToken]) -> list[Output]:
+        """Keep what a step has found out about a prompt; logits that are not finite end the request."""
+        generation = self._generations[sequence.request_id][sequence.index]
+        if any(token.logprob is None or math.isnan(token.logprob) for token in prompt_tokens):
+            return self.abort(sequence.request_id, not_finite("some token of the prompt"))
+        assert generation.prompt_logprobs is not None, (
+            "only sequences that score their prompt have scored positions"
+        )
+        generation.prompt_logprobs += prompt_tokens
+        return []
 
     def _accept(self, sequence: Sequence, token: SampledToken | RequestError) -> list[Output]:
         """Take one sampled token into its sequence. A fault on the way ends the request, all its sequences included."""
@@ -207,6 +234,7 @@ class Engine:
                 text=text,
                 token_ids=(token.token_id,),
                 logprobs=() if sequence.sampling.logprobs is None else (token,),
+                prompt_logprobs=generation.take_prompt_logprobs(),
                 cumulative_logprob=generation.cumulative_logprob,
                 finish_reason=reason,
             )

@@ -37,7 +37,10 @@ Prompt = str | list[int] | Chat
 
 
 class SamplingParams(BaseModel):
-    """How tokens are chosen and when the text ends. Descriptions complete "<field> must be …"."""
+    """How much of the prompt is read, how tokens are chosen, and when the text ends.
+
+    Descriptions complete "<field> must be …".
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -68,6 +71,10 @@ class SamplingParams(BaseModel):
     )
     ignore_eos: Flag = Field(False, description="true or false")
     logprobs: Whole | None = Field(None, ge=0, le=100, description="a whole number from 0 to 100")
+    prompt_logprobs: Whole | None = Field(None, ge=0, le=100, description="a whole number from 0 to 100")
+    truncate_prompt_tokens: Whole | None = Field(
+        None, ge=-1, le=_MAX_INT64, description="a whole number >= 1, or -1 for as many as fit"
+    )
     skip_special_tokens: Flag = Field(True, description="true or false")
     include_stop_str_in_output: Flag = Field(False, description="true or false")
 
@@ -92,6 +99,10 @@ class SamplingParams(BaseModel):
             raise ValueError("allowed_token_ids must be a list of at least one token id, got an empty one")
         if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise ValueError("logit_bias must be an object of token id: finite number from -100 to 100")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError(
+                "truncate_prompt_tokens must be a whole number >= 1, or -1 for as many as fit, got 0"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}"

@@ -82,8 +82,9 @@ class World:
             self.runner.capture_graphs(dummy_page=NUM_PAGES)
         self.free_pages = torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(1)).tolist()
 
-    def sequence(self, token_ids: list[int]) -> Sequence:
-        return Sequence("s", token_ids, SamplingParams(), max_num_tokens=MAX_SEQ_LEN)
+    def sequence(self, token_ids: list[int], prompt_logprobs: int | None = None) -> Sequence:
+        sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
+        return Sequence("s", token_ids, sampling, max_num_tokens=MAX_SEQ_LEN)
 
     def batch(self, *work: tuple[Sequence, int]) -> Batch:
         """The next n tokens of each (sequence, n)."""
@@ -94,21 +95,28 @@ class World:
                 sequence.page_table.append(self.free_pages.pop(0))
             ranges.append(ScheduledRange(sequence, sequence.num_computed, end))
             sequence.num_computed = end
-        return build_batch(StepPlan(tuple(ranges)), PAGE_SIZE, CPU)
+        batch = build_batch(StepPlan(tuple(ranges)), PAGE_SIZE, CPU)
+        for item in ranges:
+            item.sequence.num_scored += len(item.scored)
+        return batch
 
 
 def steps_of_a_day(world: World) -> list[tuple[Batch, torch.Tensor]]:
-    """Sequences that come, chunk by chunk, grow and leave, so that batches of all sizes alternate with mixed steps."""
+    """Sequences that come, chunk by chunk, grow and leave, so that batches of all sizes alternate with mixed steps.
+
+    Some have their prompts scored, token by token, in steps in which the others decode.
+    """
     random = torch.Generator().manual_seed(0)
     done: list[tuple[Batch, torch.Tensor]] = []
     running: list[Sequence] = []
     for step in range(60):
         if len(running) < MAX_BATCH_SIZE and step < 30 and step % 2 == 0:
             length = int(torch.randint(1, 12, (), generator=random))
-            running.append(world.sequence(torch.randint(3, 100, (length,), generator=random).tolist()))
+            token_ids = torch.randint(3, 100, (length,), generator=random).tolist()
+            running.append(world.sequence(token_ids, prompt_logprobs=0 if step % 3 == 0 else None))
         if not running:
             break
-        work = [(item, min(item.num_uncomputed, 5)) for item in running]
+        work = [(item, min(item.num_uncomputed, 1 if item.scores_prompt else 5)) for item in running]
         batch = world.batch(*work)
         logits = world.runner.execute(batch)
         done.append((batch, logits.clone()))
@@ -126,12 +134,15 @@ def test_a_replay_equals_the_step_itself(model: LoadedModel) -> None:
     world = World(model, with_graphs=True)
     assert world.graphs is not None
     replayed = set()
+    num_scored = 0
     for (batch, logits), expected in zip(steps_of_a_day(world), without, strict=True):
         if world.graphs.covers(batch):
             replayed.add(batch.num_sequences)
+            num_scored += len(batch.logit_rows) - batch.num_samples
         torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
     assert replayed == set(range(1, MAX_BATCH_SIZE + 1))
+    assert num_scored > 0
 
 
 def test_padding_writes_into_the_dummy_page_only(model: LoadedModel) -> None:
@@ -263,7 +274,7 @@ def test_what_models_do_can_be_captured(name: str, tmp_path: Path) -> None:
     batch = world.batch(*((world.sequence([5]), 1) for _ in range(3)))
     world.backend.plan(batch)
     with torch.inference_mode(), Recording() as recording:
-        forward_flat(world.runner._model.module, batch.token_ids, batch.positions, batch.sample_rows)
+        forward_flat(world.runner._model.module, batch.token_ids, batch.positions, batch.logit_rows)
     names = {str(function) for function, *_ in recording.calls}
     assert any("flashinfer_double" in name for name in names)
     assert [name for name in names if any(word in name for word in WAITS)] == []

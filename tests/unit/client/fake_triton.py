@@ -30,6 +30,7 @@ DATATYPES = {
     "token_ids": "INT32",
     "cumulative_logprob": "FP32",
     "logprobs": "BYTES",
+    "prompt_logprobs": "BYTES",
 }
 LETTERS = {"BOOL": "?", "INT32": "i", "INT64": "q", "UINT32": "I", "UINT64": "Q", "FP32": "f"}
 

@@ -113,6 +113,18 @@ def test_logprobs_are_typed(server: FakeTriton, driver: Driver) -> None:
     assert server.requests[0].inputs["return_logprobs"] == [True]
 
 
+def test_prompt_logprobs_are_those_of_the_response_that_has_them(server: FakeTriton, driver: Driver) -> None:
+    position = {"5": {"logprob": -0.5, "rank": 1, "decoded_token": "é"}}
+    server.respond = lambda received: [
+        Send({"text_output": ["a"], "prompt_logprobs": [json.dumps([None, position])]}),
+        Send({"text_output": ["b"], "finish_reason": ["stop"]}, is_final=True),
+    ]
+    _, result = driver.stream("x", prompt_logprobs=1, truncate_prompt_tokens=-1)
+    assert result.prompt_logprobs == (None, {5: TokenLogprob(-0.5, 1, "é")})
+    assert server.requests[0].inputs["prompt_logprobs"] == [1]
+    assert server.requests[0].inputs["truncate_prompt_tokens"] == [-1]
+
+
 def test_an_answer_without_text_is_whole(server: FakeTriton, driver: Driver) -> None:
     server.respond = lambda received: [
         Send({"text_output": [""], "finish_reason": ["stop"], "num_output_tokens": [0]}, is_final=True)

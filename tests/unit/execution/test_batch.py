@@ -39,13 +39,13 @@ def test_decode_chunk_and_end_of_prompt() -> None:
     assert batch.page_indptr.tolist() == [0, 2, 4, 5]
     assert batch.page_indices.tolist() == [7, 2, 5, 0, 3]
     assert batch.last_page_len.tolist() == [1, 4, 3]
-    assert batch.sample_rows.tolist() == [0, 9]
+    assert (batch.logit_rows.tolist(), batch.num_samples) == ([0, 9], 2)
     assert (batch.num_tokens, batch.num_sequences, batch.max_query_len, batch.page_size) == (10, 3, 6, 4)
 
 
 def test_dtypes_are_those_that_kernels_index_with() -> None:
     batch = batch_of(2, ([1, 2, 3], [1, 0], 0, 3))
-    for name in ("token_ids", "positions", "slots", "sample_rows"):
+    for name in ("token_ids", "positions", "slots", "logit_rows"):
         assert getattr(batch, name).dtype == torch.int64
     for name in ("query_starts", "context_lens", "page_indptr", "page_indices", "last_page_len"):
         assert getattr(batch, name).dtype == torch.int32
@@ -64,4 +64,18 @@ def test_slots_beyond_what_int32_holds() -> None:
 
 
 def test_chunk_that_does_not_reach_the_end_yields_no_sample() -> None:
-    assert batch_of(4, ([1, 2, 3, 4, 5], [0, 1], 0, 4)).sample_rows.tolist() == []
+    assert batch_of(4, ([1, 2, 3, 4, 5], [0, 1], 0, 4)).logit_rows.tolist() == []
+
+
+def test_rows_that_score_a_prompt_come_behind_those_that_sample() -> None:
+    def range_of(start: int, end: int, prompt_logprobs: int | None = 3) -> ScheduledRange:
+        sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
+        sequence = Sequence("s", [1, 2, 3, 4, 5], sampling, max_num_tokens=100)
+        sequence.page_table.extend([0, 1])
+        return ScheduledRange(sequence, start, end)
+
+    ranges = (range_of(1, 2), range_of(4, 5), range_of(0, 5), range_of(0, 3, None), range_of(2, 5, None))
+    batch = build_batch(StepPlan(ranges), 4, torch.device("cpu"))
+    assert batch.query_starts.tolist() == [0, 1, 2, 7, 10, 13]
+    assert batch.logit_rows.tolist() == [1, 6, 12, 0, 2, 3, 4, 5]
+    assert batch.num_samples == 3

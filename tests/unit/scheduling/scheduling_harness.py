@@ -12,12 +12,14 @@ from zlib import crc32
 
 from paged_engine.config import EngineConfig
 from paged_engine.request import SamplingParams
+from paged_engine.scheduling import chunking
 from paged_engine.scheduling.chunking import OVERTAKING_RATIO
 from paged_engine.scheduling.pages import PagePool
 from paged_engine.scheduling.scheduler import Scheduler
 from paged_engine.scheduling.sequence import ScheduledRange, Sequence, SequenceStatus, StepPlan
 
 SAMPLING = SamplingParams()
+SCORING = SamplingParams(prompt_logprobs=0)
 TextOf = Callable[[Sequence], int]
 
 
@@ -35,6 +37,7 @@ def make_sequence(
     priority: int = 0,
     salt: str = "",
     index: int = 0,
+    scores_prompt: bool = False,
 ) -> Sequence:
     """A sequence; a prompt given as a length has tokens of its own, different from those of any other name."""
     if isinstance(prompt, int):
@@ -44,7 +47,7 @@ def make_sequence(
     return Sequence(
         name,
         token_ids,
-        SAMPLING,
+        SCORING if scores_prompt else SAMPLING,
         max_num_tokens=len(token_ids) + max_tokens,
         index=index,
         priority=priority,
@@ -67,6 +70,8 @@ class Harness:
         self.next_token = next_token
         self.memory: list[int | None] = [None] * (num_pages * page_size)
         self.prefixes: dict[Sequence, list[int]] = {}
+        self.scored: dict[Sequence, list[int]] = {}
+        """The positions whose logits have been scored, in the order in which that was done."""
         self.num_steps = 0
         self.num_tokens_computed = 0
         self.first_token_step: dict[Sequence, int] = {}
@@ -86,6 +91,8 @@ class Harness:
         self.scheduler.check_integrity()
         self.compute(plan)
         sampling = [item.sequence for item in plan.ranges if item.samples]
+        for item in plan.ranges:
+            self.scored.setdefault(item.sequence, []).extend(item.scored)
         self.scheduler.advance(plan)
         for sequence in sampling:
             self.append_token(sequence)
@@ -103,6 +110,8 @@ class Harness:
         return plans
 
     def append_token(self, sequence: Sequence) -> None:
+        num_scored = sequence.num_prompt_tokens - 1 if sequence.scores_prompt else 0
+        assert self.scored[sequence] == list(range(num_scored)), "each once, in order, before the first token"
         sequence.token_ids.append(self.next_token(sequence))
         self.first_token_step.setdefault(sequence, self.num_steps)
         if sequence.num_tokens >= sequence.max_num_tokens:
@@ -145,6 +154,7 @@ class Harness:
         assert plan.num_tokens <= self.config.max_num_tokens
         sequences = [item.sequence for item in plan.ranges]
         assert len(set(sequences)) == len(sequences) <= self.config.max_batch_size
+        assert sum(len(item.scored) for item in plan.ranges) <= chunking.MAX_SCORED_POSITIONS
         lengths = [item.num_tokens for item in plan.ranges]
         assert [length > 1 for length in lengths] == sorted(length > 1 for length in lengths)
         for sequence in decoding:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduling_harness import Harness, make_sequence
 
+from paged_engine.scheduling import chunking
 from paged_engine.scheduling.sequence import Sequence, SequenceStatus
 
 CONFIGURATIONS = st.fixed_dictionaries(
@@ -44,7 +45,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.harness.config.enable_chunked_prefill:
             self.longest_prompt = min(self.longest_prompt, self.harness.config.max_num_tokens)
 
-    def add(self, prompt: list[int], max_tokens: int, priority: int, salt: str) -> None:
+    def add(
+        self, prompt: list[int], max_tokens: int, priority: int, salt: str, scores_prompt: bool = False
+    ) -> None:
         prompt = prompt[: self.longest_prompt]
         sequence = make_sequence(
             prompt,
@@ -53,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival=float(self.harness.num_steps),
             priority=priority,
             salt=salt,
+            scores_prompt=scores_prompt,
         )
         self.sequences.append(sequence)
         self.harness.add(sequence)
@@ -62,9 +66,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 30),
         priority=st.integers(-1, 1),
         salt=st.sampled_from(["", "", "s"]),
+        scores_prompt=st.booleans(),
     )
-    def add_new(self, prompt: list[int], max_tokens: int, priority: int, salt: str) -> None:
-        self.add(prompt, max_tokens, priority, salt)
+    def add_new(
+        self, prompt: list[int], max_tokens: int, priority: int, salt: str, scores_prompt: bool
+    ) -> None:
+        self.add(prompt, max_tokens, priority, salt, scores_prompt)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=9), max_tokens=st.integers(1, 30))
@@ -118,7 +125,10 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 
 @pytest.mark.parametrize("policy", ["max_utilization", "guaranteed_no_evict"])
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
-def test_ten_thousand_random_operations(policy: str, enable_prefix_caching: bool) -> None:
+def test_ten_thousand_random_operations(
+    policy: str, enable_prefix_caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunking, "MAX_SCORED_POSITIONS", 12)
     chance = random.Random(11)
     harness = Harness(
         page_size=4,
@@ -142,6 +152,7 @@ def test_ten_thousand_random_operations(policy: str, enable_prefix_caching: bool
                 name=f"{number}",
                 arrival=number,
                 priority=chance.randrange(2),
+                scores_prompt=chance.random() < 0.3,
             )
             alive.append(sequence)
             harness.add(sequence)

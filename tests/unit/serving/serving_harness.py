@@ -98,7 +98,7 @@ class AlphabetModel:
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
-        return torch.zeros(len(batch.sample_rows), 1)
+        return torch.zeros(len(batch.logit_rows), 1)
 
     def sample(self, logits: torch.Tensor, sequences: Sequence[Any]) -> list[SampledToken]:
         return [self._next_token(sequence) for sequence in sequences]

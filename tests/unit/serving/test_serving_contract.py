@@ -138,6 +138,8 @@ SAMPLE_VALUES: dict[str, Any] = {
     "bad_words": ["d"],
     "ignore_eos": True,
     "logprobs": 4,
+    "prompt_logprobs": 5,
+    "truncate_prompt_tokens": -1,
     "exclude_input_in_output": True,
     "return_finish_reason": True,
     "return_num_input_tokens": True,
@@ -260,7 +262,7 @@ def test_reserved_request_parameters_are_left_alone() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["guided_decoding", "lora_name", "prompt_logprobs", "response_format"],
+    ["guided_decoding", "lora_name", "logits_processors", "response_format"],
 )
 def test_what_does_not_exist_is_refused_by_name(key: str) -> None:
     assert error_of(None, {key: "x"}) == f"{key} is not supported by this server"
@@ -324,6 +326,16 @@ def test_an_error_names_a_field_as_the_client_did() -> None:
 @pytest.mark.parametrize("value", [0, -1, 2**63])
 def test_max_tokens_out_of_range(value: int) -> None:
     assert error_of(None, {"max_tokens": value}) == f"max_tokens must be a whole number >= 1, got {value}"
+
+
+def test_prompt_controls_out_of_range() -> None:
+    assert error_of({"prompt_logprobs": 101}) == (
+        "prompt_logprobs must be a whole number from 0 to 100, got 101"
+    )
+    for value in (0, -2):
+        assert error_of(None, {"truncate_prompt_tokens": value}) == (
+            f"truncate_prompt_tokens must be a whole number >= 1, or -1 for as many as fit, got {value}"
+        )
 
 
 def test_stop_strings() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,9 @@ NUMPY_TYPES = {
     "TYPE_INT32": np.int32,
     "TYPE_FP32": np.float32,
 }
-EVERYTHING: dict[str, Any] = {f"return_{item.name}": True for item in OUTPUTS if item.name != "text_output"}
+EVERYTHING: dict[str, Any] = {
+    f"return_{item.name}": True for item in OUTPUTS if item.name not in ("text_output", "prompt_logprobs")
+} | {"prompt_logprobs": 1}
 
 
 def assembler(prompt_text: str = "", **tensors: Any) -> ResponseAssembler:
@@ -59,7 +62,8 @@ def test_types_and_shapes_are_those_declared(n: int) -> None:
     wanted = assembler(n=n, logprobs=0, **EVERYTHING)
     token = SampledToken(1, -0.5, 1)
     last = {"finish_reason": FinishReason.LENGTH, "logprobs": (token,), "cumulative_logprob": -0.5}
-    response = wanted.add([output("a", 1, index=index, **last) for index in range(n)])
+    first, *others = [output("a", 1, index=index, **last) for index in range(n)]
+    response = wanted.add([replace(first, prompt_logprobs=(token,)), *others])
     assert response is not None
     assert list(response.tensors) == [item.name for item in OUTPUTS]
     for item in OUTPUTS:
@@ -181,3 +185,43 @@ def test_the_cumulative_logprob_is_finite() -> None:
     whole = assembler(return_cumulative_logprob=True)
     last = output("a", 5, cumulative_logprob=-math.inf, finish_reason=FinishReason.STOP)
     assert math.isfinite(values(whole.add([last]))["cumulative_logprob"][0])
+
+
+PROMPT_TOKENS = (SampledToken(8, -1.5, 2, (TokenLogprob(9, -0.5, 1),)), SampledToken(7, -math.inf, 9))
+PROMPT_JSON = [
+    None,
+    {
+        "8": {"logprob": -1.5, "rank": 2, "decoded_token": "<8>"},
+        "9": {"logprob": -0.5, "rank": 1, "decoded_token": "<9>"},
+    },
+    {"7": {"logprob": -9999.0, "rank": 9, "decoded_token": "<7>"}},
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_prompt_logprobs_are_in_the_first_response_only(stream: bool) -> None:
+    wanted = assembler(prompt_logprobs=1, stream=stream)
+    responses = [
+        wanted.add([output("", 1, prompt_logprobs=PROMPT_TOKENS)]),  # half a character: nothing to send yet
+        wanted.add([output("a", 2)]),
+        wanted.add([output("b", 3, finish_reason=FinishReason.STOP)]),
+    ]
+    sent = [values(response) for response in responses if response is not None]
+    assert len(sent) == (2 if stream else 1)
+    assert json.loads(sent[0]["prompt_logprobs"][0]) == PROMPT_JSON
+    assert all("prompt_logprobs" not in response for response in sent[1:])
+
+
+def test_no_sequence_answers_before_the_prompt_logprobs_are_known() -> None:
+    wanted = assembler(prompt_logprobs=1, stream=True, n=2)
+    assert wanted.add([output("x", 1, index=1)]) is None
+    response = wanted.add([output("a", 1, prompt_logprobs=PROMPT_TOKENS), output("y", 2, index=1)])
+    assert values(response)["text_output"] == ["a", "xy"]
+    assert json.loads(values(response)["prompt_logprobs"][0]) == PROMPT_JSON
+
+
+def test_prompt_logprobs_of_a_prompt_of_one_token_and_of_one_that_was_not_computed() -> None:
+    last = output("a", 1, prompt_logprobs=(), finish_reason=FinishReason.STOP)
+    assert values(assembler(prompt_logprobs=1).add([last]))["prompt_logprobs"] == ["[null]"]
+    last = output(finish_reason=FinishReason.TIMEOUT)
+    assert values(assembler(prompt_logprobs=1).add([last]))["prompt_logprobs"] == ["null"]

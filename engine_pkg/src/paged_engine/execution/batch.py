@@ -35,8 +35,11 @@ class Batch:
     """int32 on the CPU: exactly ceil(context_len / page_size) pages per sequence, never pages reserved beyond."""
     last_page_len: torch.Tensor
     """int32 [num_sequences] on the CPU: tokens in the last page, 1 to page_size."""
-    sample_rows: torch.Tensor
-    """int64 on the device: the last row of each range that samples, in plan order."""
+    logit_rows: torch.Tensor
+    """int64 on the device: the rows whose logits are wanted: the last row of each range that samples, in plan order, and then
+    those of the ranges' scored positions, in plan order."""
+    num_samples: int
+    """How many of logit_rows sample."""
     max_query_len: int
     """Tokens of the longest range; 1 means that every sequence computes a single token."""
     page_size: int
@@ -75,6 +78,11 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
     pages = page_indices[page_indptr[row_of_range] + positions // page_size].astype(np.int64)
     slots = pages * page_size + positions % page_size
     samples = np.fromiter((item.samples for item in plan.ranges), bool, num_ranges)
+    scored = [
+        np.arange(item.scored.start, item.scored.stop) - item.start + query_starts[i]
+        for i, item in enumerate(plan.ranges)
+        if item.scored
+    ]
 
     def on_device(values: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(values).to(device, non_blocking=True)
@@ -88,7 +96,8 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
         page_indptr=torch.from_numpy(page_indptr),
         page_indices=torch.from_numpy(page_indices),
         last_page_len=torch.from_numpy(((ends - 1) % page_size + 1).astype(np.int32)),
-        sample_rows=on_device(query_starts[1:][samples].astype(np.int64) - 1),
+        logit_rows=on_device(np.concatenate([query_starts[1:][samples] - 1, *scored]).astype(np.int64)),
+        num_samples=int(samples.sum()),
         max_query_len=int(lengths.max()),
         page_size=page_size,
     )

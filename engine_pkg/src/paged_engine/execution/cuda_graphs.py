@@ -165,14 +165,14 @@ class DecodeGraphs:
         """Compute a step that `covers` is true for.
 
         Returns:
-            float32 [number of sampling rows, vocab_size]; the next replay may overwrite it.
+            float32 [number of logit rows, vocab_size]; the next replay may overwrite it.
         """
         size = self._size_for(batch.num_sequences)
         self._attention.plan_captured(self._place(batch, size))
         self._replays[size]()
-        if len(batch.sample_rows) == batch.num_sequences:
+        if batch.num_samples == batch.num_sequences:
             return self._logits[: batch.num_sequences]
-        return self._logits[batch.sample_rows]
+        return self._logits[batch.logit_rows]
 
     @torch.inference_mode()
     def _capture_size(self, size: int, recorder: Recorder) -> bool:
@@ -217,7 +217,8 @@ class DecodeGraphs:
             page_indptr=_joined(batch.page_indptr, padding.page_indptr),
             page_indices=torch.cat((batch.page_indices, padding.page_indices)),
             last_page_len=torch.cat((batch.last_page_len, padding.last_page_len)),
-            sample_rows=self._rows[:size],
+            logit_rows=self._rows[:size],
+            num_samples=size,
             max_query_len=1,
             page_size=batch.page_size,
         )
@@ -261,7 +262,8 @@ def _padding(num_sequences: int, page: int, page_size: int, device: torch.device
         page_indptr=counts,
         page_indices=ones * page,
         last_page_len=ones,
-        sample_rows=zeros,
+        logit_rows=zeros,
+        num_samples=num_sequences,
         max_query_len=1,
         page_size=page_size,
     )
@@ -280,7 +282,8 @@ def _first(padding: Batch, num_sequences: int) -> Batch:
         page_indptr=padding.page_indptr[: n + 1],
         page_indices=padding.page_indices[:n],
         last_page_len=padding.last_page_len[:n],
-        sample_rows=padding.sample_rows[:n],
+        logit_rows=padding.logit_rows[:n],
+        num_samples=n,
     )
 
 

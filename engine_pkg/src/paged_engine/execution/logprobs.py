@@ -1,12 +1,19 @@
-"""Log-probabilities of tokens as vLLM reports them: of the model's own distribution, before any control of the request."""
+"""Log-probabilities of tokens as vLLM reports them: of the model's own distribution, before any control of the request.
+
+The same for the tokens of a prompt as for those that are generated.
+"""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
 from paged_engine.execution.token_choice import most_likely_tokens
+from paged_engine.scheduling.sequence import ScheduledRange
 
 _NUM_SPARE_CANDIDATES = 32
 
@@ -24,15 +31,15 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token chosen for one sequence, and how likely it was where the sequence asked for that."""
+    """One token of a sequence, chosen or given in its prompt, and how likely it was where the sequence asked for that."""
 
     token_id: int
     logprob: float | None = None
-    """As TokenLogprob's; None where `sampling.logprobs` is None."""
+    """As TokenLogprob's; None where the sequence did not ask."""
     rank: int | None = None
     top: tuple[TokenLogprob, ...] = ()
-    """The `sampling.logprobs` most likely tokens, best first, of equals the lower ids first; tokens of probability zero are
-    left out."""
+    """As many of the most likely tokens as the sequence asked for, best first, of equals the lower ids first; tokens of
+    probability zero are left out."""
 
 
 def score(logprobs: torch.Tensor, token_ids: torch.Tensor, num_top: list[int]) -> list[SampledToken]:
@@ -61,6 +68,30 @@ def score(logprobs: torch.Tensor, token_ids: torch.Tensor, num_top: list[int]) -
             strict=True,
         )
     ]
+
+
+@torch.inference_mode()
+def score_prompts(logits: torch.Tensor, ranges: SequenceOf[ScheduledRange]) -> list[list[SampledToken]]:
+    """How likely the tokens behind the scored positions of some ranges were.
+
+    Args:
+        logits: float32 [scored positions of all ranges, vocab_size], as the model gave them.
+        ranges: in the order of the rows.
+
+    Returns:
+        For each range, one token for each scored position p: the prompt's token p + 1.
+    """
+    if not ranges:
+        return []
+    token_ids = array("i")
+    num_top = []
+    for item in ranges:
+        positions = item.scored
+        token_ids += item.sequence.token_ids[positions.start + 1 : positions.stop + 1]
+        num_top += [item.sequence.sampling.prompt_logprobs or 0] * len(positions)
+    tokens = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    scores = iter(score(logits.log_softmax(dim=-1), tokens, num_top))
+    return [list(islice(scores, len(item.scored))) for item in ranges]
 
 
 def _most_likely_exactly(logprobs: torch.Tensor, count: int) -> torch.Tensor:

@@ -55,16 +55,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> torch.Tensor:
-        """Compute a step: write its keys and values into their pages, and get the logits of the rows that sample.
+        """Compute a step: write its keys and values into their pages, and get the logits that are wanted.
 
         Returns:
-            float32 [number of sampling rows, vocab_size] on the model's device, in the order of batch.sample_rows.
+            float32 [number of logit rows, vocab_size] on the model's device, in the order of batch.logit_rows.
         """
         with self._current_device:
             if self._graphs is not None and self._graphs.covers(batch):
                 return self._graphs.replay(batch)
             self._backend.plan(batch)
-            return self._forward(batch.token_ids, batch.positions, batch.sample_rows).float()
+            return self._forward(batch.token_ids, batch.positions, batch.logit_rows).float()
 
     def capture_graphs(self, dummy_page: int) -> None:
         """Record the graphs, once the pages are bound; `dummy_page` is a page of the cache that no sequence is given."""

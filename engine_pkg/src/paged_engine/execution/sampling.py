@@ -126,7 +126,12 @@ def _error(sequence: Sequence, best: float) -> RequestError:
             "allowed_token_ids, bad_words, min_tokens and structured_outputs must leave a token to generate, "
             f"together they exclude every one at output token {position}; allow more tokens"
         )
+    return not_finite(f"output token {position}")
+
+
+def not_finite(token: str) -> RequestError:
+    """INTERNAL: there is no telling how likely `token` is."""
     return RequestError.internal(
-        f"the model's logits for output token {position} are not finite; "
+        f"the model's logits for {token} are not finite; "
         "the checkpoint may be damaged, or its numbers too large for the dtype it is served in"
     )

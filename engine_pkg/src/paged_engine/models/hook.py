@@ -104,7 +104,7 @@ def forward_flat(
         model: a causal language model whose attention is ours.
         token_ids: int64 [num_tokens].
         positions: int64 [num_tokens], of each token in its sequence.
-        rows: int64 [num_rows], ascending: the tokens whose logits are wanted.
+        rows: int64 [num_rows]: the tokens whose logits are wanted.
 
     Returns:
         [num_rows, vocab_size] in the model's dtype.

@@ -8,12 +8,15 @@ a page's rest rather than nothing, so that everyone moves however small the budg
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paged_engine.scheduling.sequence import Sequence
 
 OVERTAKING_RATIO = 4
 """A sequence may overtake the head of the queue when the head has at least this many times its tokens to compute."""
+MAX_SCORED_POSITIONS = 256
+"""Prompt positions of a step whose logits are wanted: they take the width of the vocabulary each, which for whole prompts would
+be more memory than a step has."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,30 @@ class Chunk:
     start: int
     hits: tuple[int, ...] = ()
     """Cached pages that hold positions [0, start) of a sequence not yet running."""
+    most_tokens: int | None = None
+    """Tokens that it may take in this step, None for as many as there are."""
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens it has to compute, in this step or later ones."""
         return self.sequence.num_tokens - self.start
+
+
+def limit_scoring(chunks: SequenceOf[Chunk]) -> list[Chunk]:
+    """The same chunks, those whose prompt is scored cut so that MAX_SCORED_POSITIONS is kept.
+
+    Each of them may take half of what the ones before it leave, so that a long prompt does not keep a short one waiting.
+    """
+    left = MAX_SCORED_POSITIONS
+    limited = []
+    for chunk in chunks:
+        num_unscored = chunk.sequence.num_unscored
+        if num_unscored > (share := -(-left // 2)):
+            num_scored_before = max(0, chunk.sequence.num_scored - chunk.start)
+            chunk = replace(chunk, most_tokens=num_scored_before + share)
+        left -= min(num_unscored, share)
+        limited.append(chunk)
+    return limited
 
 
 def share_in_order(chunks: SequenceOf[Chunk], budget: int, limits: ChunkLimits) -> list[int]:
@@ -91,6 +113,8 @@ def chunk_length(chunk: Chunk, available: int, limits: ChunkLimits, may_be_parti
         may_be_partial: whether it takes less than a page's rest rather than nothing.
     """
     wanted = chunk.num_uncomputed
+    if chunk.most_tokens is not None:
+        available = min(available, chunk.most_tokens)
     if limits.long_prefill_token_threshold:
         wanted = min(wanted, limits.long_prefill_token_threshold)
     if wanted <= available:
@@ -124,13 +148,13 @@ def _overtaking_lengths(chunks: SequenceOf[Chunk], budget: int, limits: ChunkLim
 def _share_whole(chunks: SequenceOf[Chunk], budget: int, limits: ChunkLimits) -> list[int]:
     """Without chunked prefill a sequence computes all it has to, or it and those behind it wait.
 
-    Only a sequence that can never be computed whole (one that was preempted after it had grown beyond a step's tokens) is
-    cut all the same, or it could not come back.
+    Only a sequence that can never be computed whole (one that was preempted after it had grown beyond a step's tokens, or whose
+    prompt is scored) is cut all the same, or it could not come to its end.
     """
     unlimited = ChunkLimits(limits.page_size, limits.max_num_tokens)
     lengths = [0] * len(chunks)
     for i, chunk in enumerate(chunks):
-        if chunk.sequence.num_tokens > limits.max_num_tokens:
+        if chunk.sequence.num_tokens > limits.max_num_tokens or chunk.most_tokens is not None:
             lengths[i] = chunk_length(chunk, budget, unlimited, may_be_partial=i == 0)
         elif chunk.num_uncomputed <= budget:
             lengths[i] = chunk.num_uncomputed

@@ -93,12 +93,12 @@ class PagePool:
     def match(self, sequence: Sequence) -> list[int]:
         """The pages that hold the beginning of a sequence, found in the index; nothing is shared yet.
 
-        At most (num_tokens - 1) // page_size pages, so that at least one token is left to compute and no shared page is
-        ever written to.
+        Only pages of the sequence's reusable tokens, so that at least one token is left to compute and no shared page is ever
+        written to.
         """
         pages: list[int] = []
         if self.enable_prefix_caching:
-            for i in range((sequence.num_tokens - 1) // self.page_size):
+            for i in range(sequence.num_reusable // self.page_size):
                 page = self.index.find(page_key(sequence, i, self.page_size))
                 if page is None:
                     break

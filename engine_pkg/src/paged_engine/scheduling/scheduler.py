@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import insort
 
 from paged_engine.config import EngineConfig
-from paged_engine.scheduling.chunking import Chunk, ChunkLimits, share_equally, share_in_order
+from paged_engine.scheduling.chunking import Chunk, ChunkLimits, limit_scoring, share_equally, share_in_order
 from paged_engine.scheduling.pages import IntegrityError, PagePool
 from paged_engine.scheduling.sequence import ScheduledRange, Sequence, SequenceStatus, StepPlan
 from paged_engine.scheduling.waiting_queue import WaitingQueue
@@ -108,6 +108,7 @@ class Scheduler:
         for item in plan.ranges:
             if item.sequence.status is SequenceStatus.RUNNING:
                 item.sequence.num_computed = item.end
+                item.sequence.num_scored += len(item.scored)
                 self.pages.enter_computed(item.sequence, item.start, item.end)
 
     def finish(self, sequence: Sequence) -> None:
@@ -178,6 +179,7 @@ class Scheduler:
         chunks = [Chunk(item, item.num_computed) for item in self.running if item.num_uncomputed > 1]
         chunks.extend(self._newcomers(chunks, budget))
         chunks.sort(key=lambda chunk: chunk.sequence.rank)
+        chunks = limit_scoring(chunks)
         ranges = []
         for chunk, length in zip(chunks, self.share_budget(chunks, budget, self.limits), strict=True):
             if length:
@@ -208,7 +210,7 @@ class Scheduler:
                 break
             rank = chunk.sequence.rank
             key = self._next_page_key(chunk)
-            could_use_it = chunk.start + self.pages.page_size < chunk.sequence.num_tokens
+            could_use_it = chunk.start + self.pages.page_size <= chunk.sequence.num_reusable
             if key is not None and could_use_it and rank_by_page_key.get(key, rank) < rank:
                 left_waiting.append(chunk)
                 num_passed_over += 1

@@ -52,12 +52,14 @@ class Sequence:
         "num_computed",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_scored",
         "page_keys",
         "page_table",
         "priority",
         "rank",
         "request_id",
         "sampling",
+        "scores_prompt",
         "seed",
         "status",
         "token_ids",
@@ -102,6 +104,10 @@ class Sequence:
         """Prompt tokens whose pages came from the prefix cache when the sequence was first scheduled."""
         self.num_preemptions = 0
         """How often its pages were taken back before it was done."""
+        self.scores_prompt = sampling.prompt_logprobs is not None and index == 0
+        """Whether this sequence finds out how likely its prompt is: once for a request, in the first of its sequences."""
+        self.num_scored = 0
+        """Prompt positions whose logits have told how likely the token behind them is, where `scores_prompt`."""
         self.page_table = array("i")
         self.page_keys: list[bytes] = []
         """Prefix index keys of its first full pages, as far as they have been needed; like its tokens they never change."""
@@ -123,6 +129,16 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens still to be computed; 1 is what used to be called decoding."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_unscored(self) -> int:
+        """Prompt positions whose logits are still to be scored; the last one's logits choose the first new token instead."""
+        return self.num_prompt_tokens - 1 - self.num_scored if self.scores_prompt else 0
+
+    @property
+    def num_reusable(self) -> int:
+        """Tokens whose keys and values the prefix cache may provide: none whose logits are still wanted."""
+        return self.num_scored if self.num_unscored else self.num_tokens - 1
 
     def __repr__(self) -> str:
         return (
@@ -148,6 +164,14 @@ class ScheduledRange:
     def samples(self) -> bool:
         """Whether the range reaches the sequence's last token, so that its logits choose the next one."""
         return self.end == self.sequence.num_tokens
+
+    @property
+    def scored(self) -> range:
+        """Positions whose logits tell how likely the prompt's next token is; empty where nobody asks, or knows already."""
+        sequence = self.sequence
+        if not sequence.num_unscored:
+            return range(0)
+        return range(max(self.start, sequence.num_scored), min(self.end, sequence.num_prompt_tokens - 1))
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ INPUTS: tuple[Input, ...] = (
     Input("text_input", "TYPE_STRING", Role.PROMPT),
     Input("input_ids", "TYPE_INT32", Role.PROMPT, is_list=True),
     Input("messages", "TYPE_STRING", Role.PROMPT),
+    Input("truncate_prompt_tokens", "TYPE_INT64", Role.SAMPLING),
     Input("stream", "TYPE_BOOL", Role.TRANSPORT),
     Input("sampling_parameters", "TYPE_STRING", Role.JSON),
     Input("max_tokens", "TYPE_INT64", Role.SAMPLING),
@@ -80,6 +81,7 @@ INPUTS: tuple[Input, ...] = (
     Input("bad_words", "TYPE_STRING", Role.SAMPLING, is_list=True),
     Input("ignore_eos", "TYPE_BOOL", Role.SAMPLING),
     Input("logprobs", "TYPE_INT32", Role.SAMPLING),
+    Input("prompt_logprobs", "TYPE_INT32", Role.SAMPLING),
     Input("exclude_input_in_output", "TYPE_BOOL", Role.OPTION),
     Input("return_finish_reason", "TYPE_BOOL", Role.OPTION),
     Input("return_num_input_tokens", "TYPE_BOOL", Role.OPTION),
@@ -103,6 +105,7 @@ OUTPUTS: tuple[OutputTensor, ...] = (
     OutputTensor("token_ids", "TYPE_INT32"),
     OutputTensor("cumulative_logprob", "TYPE_FP32"),
     OutputTensor("logprobs", "TYPE_STRING"),
+    OutputTensor("prompt_logprobs", "TYPE_STRING", is_list=False),
 )
 
 INPUTS_BY_NAME: Mapping[str, Input] = {item.name: item for item in INPUTS}
@@ -138,9 +141,7 @@ NOT_BUILT = frozenset(
         "guided_decoding",
         "response_format",
         "lora_name",
-        "prompt_logprobs",
         "logits_processors",
-        "truncate_prompt_tokens",
         "tool_choice",
     }
 )

@@ -1,7 +1,8 @@
 """From the engine's outputs to the tensors of responses, in vllm_backend's formats.
 
 Text, token counts, ids and logprobs of a response are what came since the one before it; finish_reason and
-cumulative_logprob are as of now.
+cumulative_logprob are as of now. prompt_logprobs, which vllm_backend does not have, are in the first response, in the format of
+logprobs.
 """
 
 from __future__ import annotations
@@ -69,10 +70,12 @@ class ResponseAssembler:
             parsed: the request; its options say which outputs are wanted.
             num_prompt_tokens: for `num_input_tokens`.
             prompt_text: stands in front of the text of each sequence; "" where the prompt is not wanted.
-            decode_token: the text of one token on its own, for `logprobs`.
+            decode_token: the text of one token on its own, for `logprobs` and `prompt_logprobs`.
         """
         self._options = parsed.options
         self._reports_logprobs = parsed.reports_logprobs
+        self._owes_prompt_logprobs = parsed.request.sampling.prompt_logprobs is not None
+        self._prompt_logprobs: tuple[SampledToken, ...] | None = None
         self._num_prompt_tokens = num_prompt_tokens
         self._decode_token = decode_token
         num_sequences = parsed.request.sampling.n
@@ -90,11 +93,14 @@ class ResponseAssembler:
             pending.token_ids.extend(output.token_ids)
             pending.logprobs.extend(output.logprobs)
             self._finish_reasons[output.index] = output.finish_reason
+            if output.prompt_logprobs is not None:
+                self._prompt_logprobs = output.prompt_logprobs
             if output.cumulative_logprob is not None:
                 self._cumulative_logprobs[output.index] = output.cumulative_logprob
         is_final = None not in self._finish_reasons
         has_text = any(pending.text for pending in self._pending)
-        if is_final or (self._options.stream and has_text):
+        is_held_back = self._owes_prompt_logprobs and self._prompt_logprobs is None
+        if is_final or (self._options.stream and has_text and not is_held_back):
             return self._take(is_final)
         return None
 
@@ -116,14 +122,21 @@ class ResponseAssembler:
             values = [max(value, _FLOAT32_LOWEST) for value in self._cumulative_logprobs]
             tensors["cumulative_logprob"] = np.array(values, np.float32)
         if options.return_logprobs:
-            tensors["logprobs"] = _strings([self._logprobs_json(item.logprobs) for item in pending])
+            tensors["logprobs"] = _strings(
+                [self._logprobs_json(item.logprobs) if self._reports_logprobs else "null" for item in pending]
+            )
+        if self._owes_prompt_logprobs:
+            tensors["prompt_logprobs"] = _strings([self._take_prompt_logprobs()])
         return Response(tensors, is_final=is_final)
 
-    def _logprobs_json(self, tokens: Sequence[SampledToken]) -> str:
-        """A list over the tokens of {token_id: {logprob, rank, decoded_token}}, the chosen token first."""
-        if not self._reports_logprobs:
-            return "null"
-        entries = []
+    def _take_prompt_logprobs(self) -> str:
+        """The first token has none, since nothing comes before it; "null" where the request ended before they were known."""
+        tokens, self._prompt_logprobs, self._owes_prompt_logprobs = self._prompt_logprobs, None, False
+        return "null" if tokens is None else self._logprobs_json(tokens, first=[None])
+
+    def _logprobs_json(self, tokens: Sequence[SampledToken], first: Sequence[None] = ()) -> str:
+        """A list over the tokens of {token_id: {logprob, rank, decoded_token}}, the token itself first; `first` is put before."""
+        entries: list[dict[str, Any] | None] = [*first]
         for token in tokens:
             entry = {str(token.token_id): self._logprob_entry(token.token_id, token.logprob, token.rank)}
             for other in token.top:
