@@ -27,6 +27,8 @@ from paged_engine.kernels.reference import PANEL_WIDTH, quantize_int8
 
 DEPTH_MULTIPLE = 32
 """Input features that packed 16-bit and 8-bit weights must be a multiple of."""
+_QUANTIZED_TOGETHER = 128
+"""Output channels that are quantized at once."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,9 @@ class NativeKernels:
             bias = None if bias is None else _alternate(bias)
         scales = None
         if int8:
-            weight, scales = quantize_int8(weight)
+            # Piece by piece, since on the way the codes take many times the memory of the weight.
+            pieces = [quantize_int8(piece) for piece in weight.split(_QUANTIZED_TOGETHER)]
+            weight, scales = (torch.cat(each) for each in zip(*pieces, strict=True))
         if scale != 1.0:
             scales = torch.full(weight.shape[:1], scale) if scales is None else scales * scale
             bias = None if bias is None else bias * scale

@@ -109,7 +109,7 @@ def find_parts(layer: nn.Module, spec: AttentionSpec) -> LayerParts:
         attention_output=_linear(attention, "o_proj"),
         gate_and_up=_linears(mlp, "gate_up_proj", ("gate_proj", "up_proj")),
         down=_linear(mlp, "down_proj"),
-        activation=_activation(mlp),
+        activation=find_activation(mlp),
         branch_scale=float(getattr(layer, "residual_multiplier", 1.0)),
     )
     if (parts.query_norm is None) != (parts.key_norm is None):
@@ -227,7 +227,12 @@ def _linears(module: nn.Module, fused: str, separate: tuple[str, ...]) -> tuple[
     return linears
 
 
-def _activation(mlp: nn.Module) -> Activation:
+def find_activation(mlp: nn.Module) -> Activation:
+    """Find out what a gated MLP does to its gate, by trying it.
+
+    Raises:
+        NotRecognised: it is nothing that the kernels know.
+    """
     function = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
     if function is None:
         raise NotRecognised(f"{type(mlp).__name__} has no activation")
