@@ -37,6 +37,8 @@ class NativeLinear(nn.Module):
         )
         self.in_features = self._packed.in_features
         self.out_features = self._packed.out_features
+        self.weight = weight.to("meta")
+        """Without memory: models ask for its dtype before they call a layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of x [..., in_features], in the weight's dtype."""
