@@ -31,6 +31,9 @@ KNOWN = [
     "phi3",
     "granite",
     "smollm3",
+    "glm",
+    "glm4",
+    "ernie4_5",
 ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -115,7 +116,10 @@ def _graft(model: LoadedModel, backend: CpuAttention, max_num_tokens: int, int8:
         structures[index].rotary = rotaries[index]
         owned.append(tensors)
         drop_weights(layers[index])
-    drop_weights(model.module, keep=model.module.get_input_embeddings())
+    embedding = model.module.get_input_embeddings()
+    drop_weights(model.module, keep=embedding)
+    # Memory of its own, or it alone would keep the checkpoint's whole file mapped.
+    embedding.weight.data = embedding.weight.detach().clone()
     return GraftedModel(backend, structures, ends, buffers, owned)
 
 
@@ -171,12 +175,13 @@ def _try_layer(
     buffers: Buffers,
     int8: bool,
 ) -> tuple[Rotary, float]:
-    """Run a layer on what the original got, with its rotary table or (layers without positions) none.
+    """Run a layer on what the original got, with its rotary table, with the same one applied to the other pairs of
+    elements (where a model's code reorders the angles by itself), and with none.
 
     It is packed for the trial alone: until every layer has passed, the original must stay whole.
 
     Returns:
-        What fits better, and the error of what the layer adds to its input, relative to that, without what rounding the
+        What fits best, and the error of what the layer adds to its input, relative to that, without what rounding the
         original's sum costs.
     """
     given, expected = record.inputs[index].float(), record.outputs[index].float()
@@ -184,8 +189,9 @@ def _try_layer(
     structure, _owned = pack(parts, backend.kernels, backend.layers[index], int8=int8)
     structure.cache = backend.caches[index].data_ptr()
     best = (Rotary(), float("inf"))
-    for rotary in (rotary_structure(parts, table), rotary_structure(parts, RotaryTable.none())):
-        structure.rotary = rotary
+    other = replace(table, interleaved=not table.interleaved)
+    for candidate in (table, other, RotaryTable.none()):
+        structure.rotary = rotary = rotary_structure(parts, candidate)
         residual = buffers.residual[: given.shape[0]]
         residual.copy_(given)
         backend.kernels.decode((DecoderLayer * 1)(structure), buffers.step(backend, record.positions))

@@ -125,7 +125,7 @@ def _note_usual_calls(module: nn.Module, usual: set[int]) -> Callable[[], None]:
 
     def note(_: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         tensors = (*arguments[:1], output)
-        if len(tensors) == 2 and {getattr(each, "dtype", None) for each in tensors} == dtypes:
+        if len(tensors) == 2 and len({getattr(each, "dtype", None) for each in tensors} | dtypes) == 1:
             usual.add(id(module))
 
     return module.register_forward_hook(note).remove
