@@ -115,8 +115,14 @@ def _load(config: EngineConfig) -> Engine:
 
 
 def _graft(config: EngineConfig, model: LoadedModel, backend: AttentionBackend) -> Forward | None:
-    """The native kernels for the whole model, where it is one that they know; None where its modules stay."""
+    """The model in the native kernels, as a whole or in parts; None where its modules stay."""
     int8 = config.weight_dtype == "int8"
+    if int8 and model.dtype != torch.bfloat16:
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise ConfigurationError(
+            f"weight_dtype must be auto with dtype {dtype}, got int8: int8 weights are computed with in bfloat16, so set "
+            "dtype to bfloat16"
+        )
     grafted = None
     if config.graft and backend.name == "cpu":
         # Imported here since the kernels behind it are of no use on a GPU.
@@ -129,7 +135,7 @@ def _graft(config: EngineConfig, model: LoadedModel, backend: AttentionBackend) 
         raise ConfigurationError(
             f"weight_dtype must be auto for {type(model.module).__name__} with attention_backend {backend.name} and "
             f"graft {str(config.graft).lower()}, got int8: only the native CPU kernels compute with int8 weights, "
-            "and only for architectures that they know"
+            "and only in linear layers that they take"
         )
     return grafted
 

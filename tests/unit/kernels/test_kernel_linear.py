@@ -101,6 +101,26 @@ def test_int8_weights_lose_little(kernels: NativeKernels, normal: torch.Generato
     assert (out - exact).norm() / exact.norm() < 0.01
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 15), (40, 33), (100, 576)], ids=str)
+def test_quantization_is_that_of_the_twin(
+    kernels: NativeKernels, normal: torch.Generator, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    weight = weights(normal, *shape, dtype)
+    weight[-1] = 0  # no scale of its own
+    codes, scales = kernels.quantize_int8(weight)
+    expected_codes, expected_scales = reference.quantize_int8(weight)
+    assert torch.equal(codes, expected_codes)
+    assert torch.equal(scales, expected_scales)
+
+
+def test_quantization_rounds_halves_to_even(kernels: NativeKernels) -> None:
+    weight = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -127.0, 126.5]])
+    codes, scales = kernels.quantize_int8(weight)
+    assert scales.tolist() == [1.0]
+    assert codes.tolist() == [[127, 0, 2, 2, 0, -2, -127, 126]]
+
+
 def test_every_int8_code_survives(kernels: NativeKernels) -> None:
     """A weight of the codes -127 to 127 with scale one, read back through unit vectors."""
     codes = torch.cat((torch.arange(-127.0, 128), torch.tensor([127.0]))).repeat(

@@ -23,7 +23,7 @@ from paged_engine.kernels.library import (
     Rotary,
 )
 from paged_engine.kernels.memory import HugePageArena
-from paged_engine.kernels.reference import PANEL_WIDTH, quantize_int8
+from paged_engine.kernels.reference import PANEL_WIDTH
 
 DEPTH_MULTIPLE = 32
 """Input features that packed 16-bit and 8-bit weights must be a multiple of."""
@@ -65,6 +65,7 @@ class NativeKernels:
         self._rms_norm = library.kernel("rms_norm", variant)
         self._gate = library.kernel("gate", variant)
         self._pack_linear = library.kernel("pack_linear", variant)
+        self._quantize_int8 = library.kernel("quantize_int8", variant)
         self._linear = library.kernel("linear", variant)
         self._decode = library.kernel("decode", variant)
         self._argmax = library.kernel("argmax", variant)
@@ -255,7 +256,7 @@ class NativeKernels:
             bias = None if bias is None else _alternate(bias)
         scales = None
         if int8:
-            weight, scales = quantize_int8(weight)
+            weight, scales = self.quantize_int8(weight)
         if scale != 1.0:
             scales = torch.full(weight.shape[:1], scale) if scales is None else scales * scale
             bias = None if bias is None else bias * scale
@@ -279,6 +280,20 @@ class NativeKernels:
             accumulate,
         )
         return PackedLinear(structure, tuple(t for t in (packed, scales, bias) if t is not None))
+
+    def quantize_int8(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Symmetric int8 codes of weight [out_features, in_features] and their scales, float32 [out_features]."""
+        weight = weight.contiguous()
+        codes, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0])
+        self._quantize_int8(
+            weight.data_ptr(),
+            codes.data_ptr(),
+            scales.data_ptr(),
+            *weight.shape,
+            ElementType.of(weight.dtype),
+            self.num_threads,
+        )
+        return codes, scales
 
     @staticmethod
     def packs(weight: torch.Tensor, activation: Activation = Activation.IDENTITY) -> bool:

@@ -19,6 +19,13 @@ from paged_engine.attention.interface import AttentionSpec
 from paged_engine.kernels.library import Activation, AttentionLayer, DecoderLayer, Linear, Rotary
 from paged_engine.kernels.native import NativeKernels
 
+_NORM_NAMES = (
+    ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("", "post_attention_layernorm", ""),
+)
+"""What architectures call the norms behind attention, before the MLP and behind it; the last without norms of branches."""
+
 
 class NotRecognised(Exception):
     """The module is something else; the message completes "… because "."""
@@ -96,20 +103,22 @@ def find_parts(layer: nn.Module, spec: AttentionSpec) -> LayerParts:
         NotRecognised: names what is missing, unknown or left over.
     """
     attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
-    sandwich = hasattr(layer, "pre_feedforward_layernorm")
-    after = _norm(layer, "post_attention_layernorm")
+    after_attention, before_mlp, after_mlp = next(
+        (names for names in _NORM_NAMES if all(hasattr(layer, name) for name in names if name)),
+        _NORM_NAMES[-1],
+    )
     parts = LayerParts(
         input_norm=_norm(layer, "input_layernorm"),
-        attention_output_norm=after if sandwich else None,
-        mlp_norm=_norm(layer, "pre_feedforward_layernorm") if sandwich else after,
-        mlp_output_norm=_norm(layer, "post_feedforward_layernorm") if sandwich else None,
+        attention_output_norm=_norm(layer, after_attention) if after_attention else None,
+        mlp_norm=_norm(layer, before_mlp),
+        mlp_output_norm=_norm(layer, after_mlp) if after_mlp else None,
         query_norm=_norm(attention, "q_norm", spec.head_dim) if hasattr(attention, "q_norm") else None,
         key_norm=_norm(attention, "k_norm", spec.head_dim) if hasattr(attention, "k_norm") else None,
         qkv=_linears(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
         attention_output=_linear(attention, "o_proj"),
         gate_and_up=_linears(mlp, "gate_up_proj", ("gate_proj", "up_proj")),
         down=_linear(mlp, "down_proj"),
-        activation=_activation(mlp),
+        activation=find_activation(mlp),
         branch_scale=float(getattr(layer, "residual_multiplier", 1.0)),
     )
     if (parts.query_norm is None) != (parts.key_norm is None):
@@ -227,7 +236,12 @@ def _linears(module: nn.Module, fused: str, separate: tuple[str, ...]) -> tuple[
     return linears
 
 
-def _activation(mlp: nn.Module) -> Activation:
+def find_activation(mlp: nn.Module) -> Activation:
+    """Find out what a gated MLP does to its gate, by trying it.
+
+    Raises:
+        NotRecognised: it is nothing that the kernels know.
+    """
     function = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
     if function is None:
         raise NotRecognised(f"{type(mlp).__name__} has no activation")

@@ -93,15 +93,22 @@ def trace(
     ) -> None:
         record.rotary_calls.append((module, arguments, keywords, output))
 
-    attach(model.layers, backend)
     with ExitStack() as hooks:
         for layer in layers:
             hooks.callback(layer.register_forward_hook(after_layer, with_kwargs=True).remove)
         for name, module in model.module.named_modules():
             if name.rpartition(".")[2].startswith("rotary_emb"):
                 hooks.callback(module.register_forward_hook(after_rotary, with_kwargs=True).remove)
-        record.logits = forward_flat(model.module, token_ids, positions, torch.arange(len(token_ids)))
+        record.logits = run_modules(model, backend, token_ids, positions)
     return record
+
+
+def run_modules(
+    model: LoadedModel, backend: CpuAttention, token_ids: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """All logits [num_tokens, vocab_size] of the planned step, by the model's modules as they are."""
+    attach(model.layers, backend)
+    return forward_flat(model.module, token_ids, positions, torch.arange(len(token_ids)))
 
 
 def _make_table(

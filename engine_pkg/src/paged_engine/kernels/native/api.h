@@ -120,6 +120,8 @@ struct DecoderStep {
                       int32_t num_threads);                                                                             \
   void pack_linear_##variant(const void* weight, void* packed, int64_t out_features, int64_t in_features, ElementType,  \
                              int32_t num_threads);                                                                      \
+  void quantize_int8_##variant(const void* weight, int8_t* codes, float* scales, int64_t out_features,                  \
+                               int64_t in_features, ElementType, int32_t num_threads);                                  \
   void linear_##variant(const Linear*, const void* x, int64_t x_stride, int64_t num_rows, void* y, int64_t y_stride,    \
                         int32_t num_threads);                                                                           \
   void decode_##variant(const DecoderLayer*, int32_t num_layers, const DecoderStep*);                                   \

@@ -47,6 +47,29 @@ void pack_linear(const Element* weight, Element* packed, int64_t out_features, i
   }
 }
 
+// Symmetric int8 codes of each row, and its scale: what the code 1 stands for.
+template <class Element>
+void quantize_int8(const Element* weight, int8_t* codes, float* scales, int64_t num_rows, int64_t size, int num_threads) {
+  typedef int8_t ByteVector __attribute__((vector_size(kWidth)));
+  constexpr float kRounder = 0x1.8p23f;  // so large that floats have no fraction: adding it rounds to nearest even
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+  for (int64_t row = 0; row < num_rows; row++) {
+    const Element* x = weight + row * size;
+    Vector largest = {};
+    for_each_vector(size, [&](int64_t i, int count) {
+      const Vector v = load(x + i, count);
+      largest = maximum(maximum(v, -v), largest);
+    });
+    scales[row] = larger(horizontal_maximum(largest), 1e-12f) / 127;
+    const Vector scale = broadcast(scales[row]);
+    for_each_vector(size, [&](int64_t i, int count) {
+      const Vector whole = load(x + i, count) / scale + kRounder - kRounder;
+      const auto bytes = __builtin_convertvector(__builtin_convertvector(whole, IntVector), ByteVector);
+      memcpy(codes + row * size + i, &bytes, count);
+    });
+  }
+}
+
 // One pair of int8 panels to bf16 panels.
 inline void unpack_int8(const uint8_t* packed, bf16* panels, int64_t depth) {
   for (int64_t i = 0; i < depth / 4 * 2; i++, packed += 64) {

@@ -55,6 +55,13 @@ void EXPORT(pack_linear)(const void* weight, void* packed, int64_t out_features,
     pack_linear((const int8_t*)weight, (int8_t*)packed, out_features, in_features, num_threads);
 }
 
+void EXPORT(quantize_int8)(const void* weight, int8_t* codes, float* scales, int64_t out_features, int64_t in_features,
+                           ElementType type, int32_t num_threads) {
+  with_type(type, [&](auto element) {
+    quantize_int8((const decltype(element)*)weight, codes, scales, out_features, in_features, num_threads);
+  });
+}
+
 void EXPORT(linear)(const Linear* layer, const void* x, int64_t x_stride, int64_t num_rows, void* y, int64_t y_stride,
                     int32_t num_threads) {
   linear(*layer, x, x_stride, num_rows, y, y_stride, num_threads);
