@@ -24,6 +24,10 @@ ATTENTION_NAME = "paged_engine"
 PROBE_NAME = "paged_engine_probe"
 """The same function under a name for which masks are described, so that the load can check them (probe.py)."""
 
+NO_ATTENTION_INTERFACE = (
+    "it does not take its attention from transformers' AttentionInterface, so that it cannot be given a paged cache"
+)
+
 
 @dataclass(frozen=True)
 class AttentionLayer:
@@ -96,14 +100,14 @@ def register() -> None:
 
 
 def forward_flat(
-    model: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    model: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor | None, rows: torch.Tensor
 ) -> torch.Tensor:
     """Run `model` over the tokens of many sequences laid end to end.
 
     Args:
         model: a causal language model whose attention is ours.
         token_ids: int64 [num_tokens].
-        positions: int64 [num_tokens], of each token in its sequence.
+        positions: int64 [num_tokens], of each token in its sequence; None leaves the numbering to the model.
         rows: int64 [num_rows], ascending: the tokens whose logits are wanted.
 
     Returns:
@@ -111,7 +115,7 @@ def forward_flat(
     """
     output = model(
         input_ids=token_ids[None],
-        position_ids=positions[None],
+        position_ids=None if positions is None else positions[None],
         use_cache=False,
         return_dict=True,
         logits_to_keep=rows,
