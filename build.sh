@@ -52,6 +52,7 @@ Usage: ./build.sh VERB [ARGUMENTS]
   lint                check the source: ruff, mypy, shellcheck
   perf [ARGS]         load the server with perf_analyzer: throughput, time to first token, inter-token latency
   bench [NAME] [ARGS] run tests/bench/NAME.py; without NAME, list what there is
+  models [--write]    try every architecture of transformers; --write puts the table of results into README.md
   image               build the production image from the Dockerfile
   help                this text
 
@@ -350,6 +351,17 @@ verb_bench() {
   exec "$PYTHON" "$file" "${@:2}"
 }
 
+verb_models() {
+  local arguments=()
+  if [[ ${1:-} == --write ]]; then
+    arguments=(README.md)
+  elif (($#)); then
+    fail "models takes --write or nothing, got $*"
+  fi
+  set_up base test
+  HF_HUB_OFFLINE=1 exec "$PYTHON" tests/parity/architecture_survey.py "${arguments[@]}"
+}
+
 verb_image() {
   [[ -n $(type -P docker) ]] || fail "docker is not installed; it is what builds the image"
   docker info >/dev/null 2>&1 || fail "docker is installed, but its engine does not answer (is it running, and may you use it?)"
@@ -360,7 +372,7 @@ main() {
   local verb=${1:-help}
   cd "$ROOT"
   case $verb in
-    setup | demo | serve | chat | test | lint | perf | bench | image) "verb_$verb" "${@:2}" ;;
+    setup | demo | serve | chat | test | lint | perf | bench | models | image) "verb_$verb" "${@:2}" ;;
     help | -h | --help) show_help ;;
     *)
       show_help >&2

@@ -1,49 +1,70 @@
-"""Every architecture of the tiny models: two sequences mixed, chunks, then greedy decoding, all as transformers does."""
+"""Every architecture of transformers: served with its logits, or refused for the reason that the README gives."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from hand_built import HandBuilt
-from model_pair import Pair
-from tiny_models import TINY_MODELS
+import transformers
+from architecture_survey import (
+    ARCHITECTURES,
+    BEGIN,
+    END,
+    NOT_TRIED,
+    SERVED,
+    Finding,
+    check_parity,
+    examine,
+    parse,
+    render,
+)
+from tiny_models import TINY_MODELS, save_tiny_model
 
-PAGE_SIZE = 4
-CHUNK = 5
-NUM_GREEDY = 20
-
-
-@pytest.mark.parametrize("name", list(TINY_MODELS))
-def test_chunks_then_greedy(tiny_pair: Callable[[str], Pair], name: str) -> None:
-    pair = tiny_pair(name)
-    paged = HandBuilt(pair.paged, PAGE_SIZE, "torch")
-    generator = random.Random(name)
-    sequences = [paged.sequence([generator.randrange(3, 128) for _ in range(n)]) for n in (23, 12)]
-    while any(sequence.num_uncomputed for sequence in sequences):
-        work = [
-            (sequence, min(CHUNK, sequence.num_uncomputed))
-            for sequence in sequences
-            if sequence.num_uncomputed
-        ]
-        logits = paged.step(*work)
-        finished = [sequence for sequence, _ in work if not sequence.num_uncomputed]
-        assert logits.shape == (len(finished), pair.paged.vocab_size)
-        assert logits.dtype == torch.float32
-        for row, sequence in enumerate(finished):
-            expected = pair.reference_logits(list(sequence.token_ids))[-1]
-            torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=0)
-            if sequence.num_output_tokens < NUM_GREEDY:
-                sequence.token_ids.append(int(logits[row].argmax()))
-    for sequence in sequences:
-        check_greedy(pair, list(sequence.token_ids), sequence.num_prompt_tokens)
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+VERSION, FINDINGS = parse(README)
+other_version = pytest.mark.skipif(
+    transformers.__version__ != VERSION,
+    reason=f"the README's table is of transformers {VERSION}, here is {transformers.__version__}",
+)
 
 
-def check_greedy(pair: Pair, token_ids: list[int], num_prompt_tokens: int) -> None:
-    """Each generated token is the reference's best, or within 1e-4 of it (matmuls of other shapes round otherwise)."""
-    reference = pair.reference_logits(token_ids)
-    for position in range(num_prompt_tokens, len(token_ids)):
-        logits = reference[position - 1]
-        assert logits[token_ids[position]] >= logits.max() - 1e-4
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_architecture_is_served_rightly_or_refused(tmp_path: Path, name: str) -> None:
+    finding = examine(name, tmp_path)
+    if transformers.__version__ == VERSION:
+        assert finding == FINDINGS.get(name), "bring the README up to date: ./build.sh models --write"
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_variants_are_served_rightly(tmp_path: Path, name: str) -> None:
+    check_parity(save_tiny_model(name, tmp_path))
+
+
+@other_version
+def test_the_readme_lists_each_architecture_as_the_command_would() -> None:
+    assert sorted(FINDINGS) == sorted(ARCHITECTURES)
+    assert README[README.index(BEGIN) : README.index(END) + len(END)] == render(FINDINGS)
+
+
+def test_most_are_served() -> None:
+    verdicts = [finding.verdict for finding in FINDINGS.values()]
+    assert verdicts.count(SERVED) >= 100
+    assert verdicts.count(NOT_TRIED) <= 5
+
+
+def test_a_wrong_logit_is_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the survey relies on: a model that is served with other logits fails it, instead of being listed."""
+    assert examine("llama", tmp_path / "right") == Finding(SERVED)
+    monkeypatch.setattr("architecture_survey.TOLERANCE", 0.0)
+    with pytest.raises(AssertionError, match="not close|not equal"):
+        examine("llama", tmp_path / "wrong")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hand_built import HandBuilt, load_tiny
 from safetensors.torch import load_file, save_file
-from tiny_models import MAX_POSITIONS, save_tiny_model
+from tiny_models import MAX_POSITIONS, make_tiny_model, save_tiny_model, tiny_config
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from paged_engine.errors import ConfigurationError
@@ -35,7 +35,9 @@ NOT_PAGED: dict[str, tuple[str, dict[str, Any], str]] = {
     "own attention code": ("xglm", {"d_model": 32}, "AttentionInterface"),
     "own mask": ("doge", {}, "mask that the model builds by itself"),
     "two attentions in a layer": ("diffllama", {}, "called 4 times"),
-    "encoder": ("bert", {}, "not causal"),
+    "own table of attention classes": ("falcon", {}, "AttentionInterface"),
+    "encoder": ("bert", {"is_decoder": False}, "not causal"),
+    "positions that begin behind the padding token": ("roberta", {}, "does not number the tokens"),
     "positions counted from rows": (
         "llama4_text",
         {"attention_chunk_size": MAX_POSITIONS},
@@ -136,7 +138,7 @@ def test_folder_without_a_checkpoint(tmp_path: Path) -> None:
         load_tiny(tmp_path)
     save_tiny_model("llama", tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigurationError, match="cannot load the model"):
+    with pytest.raises(ConfigurationError, match=r"has no weights: there is no model\.safetensors"):
         load_tiny(tmp_path)
 
 
@@ -154,16 +156,75 @@ def test_unknown_architecture(tmp_path: Path) -> None:
 
 def test_broken_configuration_file(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigurationError, match="config"):
+    for content, problem in (("{", "is not valid JSON"), ("[]", "must hold a JSON object, but holds a list")):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ConfigurationError, match=rf"config\.json {problem}"):
+            load_tiny(tmp_path)
+
+
+def test_a_setting_that_no_model_can_have(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 4}))
+    with pytest.raises(ConfigurationError, match=r"\d+ weights are missing or of another shape|cannot load"):
         load_tiny(tmp_path)
 
 
-@pytest.mark.parametrize("keep", [0, 7, 5000, -100])
+@pytest.mark.parametrize("keep", [0, 7, 1000, 5000, -100])
 def test_truncated_weights(tmp_path: Path, keep: int) -> None:
     weights = save_tiny_model("llama", tmp_path) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:keep])
-    with pytest.raises(ConfigurationError, match="cannot load the model"):
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors is.* cut off.*download it again"):
+        load_tiny(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 134515008\n",
+        b"\x02\0\0\0\0\0\0\0[]",
+        b"\x09\0\0\0\0\0\0\0" + b'{"a": {}}',
+        bytes(5000),
+    ],
+    ids=["pointer of Git LFS", "list", "tensor without a place", "zeros"],
+)
+def test_weights_of_another_kind_of_file(tmp_path: Path, content: bytes) -> None:
+    (save_tiny_model("llama", tmp_path) / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors is not a safetensors file.*Git LFS"):
+        load_tiny(tmp_path)
+
+
+def test_weights_that_go_on_too_long(tmp_path: Path) -> None:
+    weights = save_tiny_model("llama", tmp_path) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b"more")
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors has something behind its last tensor"):
+        load_tiny(tmp_path)
+
+
+def save_sharded(folder: Path) -> Path:
+    """The tiny llama in several files; the second of them."""
+    make_tiny_model(tiny_config("llama")).save_pretrained(folder, max_shard_size="40KB")
+    return next(folder.glob("model-00002-*.safetensors"))
+
+
+def test_shard_that_is_missing_or_truncated(tmp_path: Path) -> None:
+    shard = save_sharded(tmp_path)
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    with pytest.raises(ConfigurationError, match=rf"{shard.name} is cut off: by its header"):
+        load_tiny(tmp_path)
+    shard.unlink()
+    with pytest.raises(ConfigurationError, match=rf"names .*{shard.name}, which is not there \(1 of "):
+        load_tiny(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"), [("{", "not valid JSON"), ("{}", "no weight_map"), ('{"weight_map": 1}', "no weight_map")]
+)
+def test_broken_index(tmp_path: Path, content: str, problem: str) -> None:
+    save_sharded(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ConfigurationError, match=rf"model\.safetensors\.index\.json.* {problem}"):
         load_tiny(tmp_path)
 
 

@@ -11,31 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_settings import MAX_POSITIONS as MAX_POSITIONS
+from tiny_settings import VOCAB_SIZE as VOCAB_SIZE
+from tiny_settings import settings_of
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-VOCAB_SIZE = 128
-MAX_POSITIONS = 256
-
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": MAX_POSITIONS,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
-_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-
-TINY_MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "hidden_size": 48, "num_attention_heads": 6},
+TINY_MODELS: Mapping[str, dict[str, Any]] = {
     "llama-rope-llama3": {
         "model_type": "llama",
         "rope_parameters": {
@@ -56,49 +38,16 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
-    "mistral": {"model_type": "mistral", "sliding_window": 6},
-    "mixtral": {"model_type": "mixtral", **_EXPERTS},
-    "qwen2": {"model_type": "qwen2"},
-    "qwen3": {"model_type": "qwen3"},
-    "qwen3_moe": {"model_type": "qwen3_moe", **_EXPERTS},
-    "gemma": {"model_type": "gemma", "num_key_value_heads": 1},
-    "gemma2": {
-        "model_type": "gemma2",
-        "query_pre_attn_scalar": 24,
-        "attn_logit_softcapping": 2.0,
-        **_WINDOWS,
-    },
-    "gemma3_text": {"model_type": "gemma3_text", "query_pre_attn_scalar": 24, **_WINDOWS},
-    "gpt_oss": {"model_type": "gpt_oss", **_EXPERTS, **_WINDOWS},
-    "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.5},
-    "olmo2": {"model_type": "olmo2"},
-    "granite": {"model_type": "granite", "attention_multiplier": 0.3, "logits_scaling": 4.0},
-    "cohere2": {"model_type": "cohere2", "logit_scale": 0.25, **_WINDOWS},
-    "gpt2": {"model_type": "gpt2", "n_inner": 48},
-    "gpt_neox": {"model_type": "gpt_neox"},
-    "deepseek_v3": {
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        **_EXPERTS,
-    },
 }
-"""By a name for the test: model_type and what differs from the common tiny configuration."""
+"""Variants of an architecture that tests know by a name of their own: model_type and what differs."""
 
 
 def tiny_config(name: str, **overrides: Any) -> PretrainedConfig:
-    """The configuration of the tiny model `name` (a key of TINY_MODELS, or any model_type of transformers)."""
-    settings = {**_COMMON, **TINY_MODELS.get(name, {"model_type": name}), **overrides}
-    return CONFIG_MAPPING[settings.pop("model_type")](**settings)
+    """The configuration of the tiny model `name`: a key of TINY_MODELS, or any model_type of transformers."""
+    settings = {"model_type": name, **TINY_MODELS.get(name, {}), **overrides}
+    model_type = settings.pop("model_type")
+    configuration = CONFIG_MAPPING[model_type]
+    return configuration(**settings_of(model_type, configuration.sub_configs, settings))
 
 
 def make_tiny_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:

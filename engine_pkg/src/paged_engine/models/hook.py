@@ -8,8 +8,10 @@ because where a token's neighbours are is the attention backend's business alone
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +25,10 @@ ATTENTION_NAME = "paged_engine"
 """Our name in the AttentionInterface. The mask registry must not know it: that keeps models from building masks."""
 PROBE_NAME = "paged_engine_probe"
 """The same function under a name for which masks are described, so that the load can check them (probe.py)."""
+
+NO_ATTENTION_INTERFACE = (
+    "it does not take its attention from transformers' AttentionInterface, so that it cannot be given a paged cache"
+)
 
 
 @dataclass(frozen=True)
@@ -96,29 +102,34 @@ def register() -> None:
 
 
 def forward_flat(
-    model: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    model: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor | None, rows: torch.Tensor
 ) -> torch.Tensor:
     """Run `model` over the tokens of many sequences laid end to end.
 
     Args:
         model: a causal language model whose attention is ours.
         token_ids: int64 [num_tokens].
-        positions: int64 [num_tokens], of each token in its sequence.
-        rows: int64 [num_rows]: the tokens whose logits are wanted.
+        positions: int64 [num_tokens], of each token in its sequence; None leaves the numbering to the model.
+        rows: int64 [num_rows]: the tokens whose logits are wanted, in any order.
 
     Returns:
         [num_rows, vocab_size] in the model's dtype.
     """
     output = model(
         input_ids=token_ids[None],
-        position_ids=positions[None],
+        position_ids=None if positions is None else positions[None],
         use_cache=False,
         return_dict=True,
         logits_to_keep=rows,
     )
     logits: torch.Tensor = output.logits[0]
-    # A few classes of transformers do not know logits_to_keep and compute them all.
-    return logits if logits.shape[0] == rows.shape[0] else logits[rows]
+    return logits if _selects_rows(type(model)) else logits[rows]
+
+
+@lru_cache
+def _selects_rows(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a class knows logits_to_keep; a few of transformers' do not and compute the logits of all rows."""
+    return "logits_to_keep" in inspect.signature(model_class.forward).parameters
 
 
 def _call_paged_attention(

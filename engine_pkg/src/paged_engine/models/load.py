@@ -14,9 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from paged_engine.config import EngineConfig
 from paged_engine.errors import ConfigurationError
+from paged_engine.models.checkpoint import check_configuration_file, check_weight_files
 from paged_engine.models.gguf import convert_gguf
-from paged_engine.models.hook import PROBE_NAME, AttentionLayer, register
+from paged_engine.models.hook import NO_ATTENTION_INTERFACE, PROBE_NAME, AttentionLayer, register
 from paged_engine.models.probe import find_attention_layers
+from paged_engine.models.progress import logged_progress
 from paged_engine.models.rotary import check_rotary_embeddings
 
 _log = logging.getLogger(__name__)
@@ -97,7 +99,7 @@ def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:
     """
     source = resolve_checkpoint(config.model, config.dtype)
     register()
-    module = _load_module(config, source, device)
+    module = _load_module(config, source, _load_configuration(config, source), device)
     text_config = module.config.get_text_config()
     max_seq_len = _max_seq_len(config, module, getattr(text_config, "max_position_embeddings", None))
     layers = find_attention_layers(module, max_seq_len)
@@ -122,26 +124,42 @@ def _cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paged_engine"
 
 
-def _load_module(config: EngineConfig, source: str, device: torch.device) -> PreTrainedModel:
-    """Load weights in their dtype straight onto the device; nothing may be missing."""
+def _load_configuration(config: EngineConfig, source: str) -> PretrainedConfig:
+    """The checkpoint's configuration, once it and the files with the weights have passed what can be checked early."""
+    folder = Path(source)
+    if folder.is_dir():
+        check_configuration_file(folder)
     try:
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-        _check_architecture(hf_config)
-        module, info = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=hf_config,
-            dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype),
-            device_map={"": device},
-            attn_implementation=PROBE_NAME,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        )
-    except ConfigurationError:
-        raise
+    except Exception as error:  # what is wrong with a configuration shows in exceptions of any kind
+        raise _cannot_load(config, error) from error
+    _check_architecture(hf_config)
+    if folder.is_dir():
+        check_weight_files(folder)
+    return hf_config
+
+
+def _load_module(
+    config: EngineConfig, source: str, hf_config: PretrainedConfig, device: torch.device
+) -> PreTrainedModel:
+    """Load weights in their dtype straight onto the device; nothing may be missing."""
+    try:
+        with logged_progress(_log):
+            module, info = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=hf_config,
+                dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype),
+                device_map={"": device},
+                attn_implementation=PROBE_NAME,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+            )
     except Exception as error:  # a damaged checkpoint fails in any reader, each with exceptions of its own
-        raise ConfigurationError(
-            f"cannot load the model {config.model}: {type(error).__name__}: {error}"
-        ) from error
+        if isinstance(error, KeyError) and error.args == (PROBE_NAME,):  # its own table of attention classes
+            raise ConfigurationError(
+                f"the model (type '{hf_config.model_type}') cannot be served: {NO_ATTENTION_INTERFACE}"
+            ) from error
+        raise _cannot_load(config, error) from error
     _check_complete(config, info)
     if getattr(module, "_is_stateful", False):
         raise ConfigurationError(
@@ -149,6 +167,10 @@ def _load_module(config: EngineConfig, source: str, device: torch.device) -> Pre
             "do not hold"
         )
     return module.eval().requires_grad_(False)
+
+
+def _cannot_load(config: EngineConfig, error: Exception) -> ConfigurationError:
+    return ConfigurationError(f"cannot load the model {config.model}: {type(error).__name__}: {error}")
 
 
 def _check_architecture(hf_config: PretrainedConfig) -> None:
@@ -184,6 +206,8 @@ def _check_complete(config: EngineConfig, info: dict[str, Any]) -> None:
 
 def _max_seq_len(config: EngineConfig, module: PreTrainedModel, max_positions: int | None) -> int:
     """The longest sequence to serve, checked against what the model can do."""
+    if max_positions is not None and max_positions < 1:  # how some say that there is no limit
+        max_positions = None
     max_seq_len = config.max_seq_len or max_positions
     if max_seq_len is None:
         raise ConfigurationError("the checkpoint does not say how long a sequence may be: set max_seq_len")

@@ -22,7 +22,13 @@ from transformers import PreTrainedModel
 from paged_engine.attention.interface import AttentionSpec
 from paged_engine.attention.torch_reference import dense_attention
 from paged_engine.errors import ConfigurationError
-from paged_engine.models.hook import ATTENTION_NAME, PROBE_NAME, AttentionLayer, forward_flat
+from paged_engine.models.hook import (
+    ATTENTION_NAME,
+    NO_ATTENTION_INTERFACE,
+    PROBE_NAME,
+    AttentionLayer,
+    forward_flat,
+)
 
 _NUM_ROWS = 8
 _UNDERSTOOD = {"scaling", "sliding_window", "softcap", "s_aux"}
@@ -80,13 +86,17 @@ def find_attention_layers(model: PreTrainedModel, max_seq_len: int) -> tuple[Att
     _check_tokens_meet_in_attention_only(calls, again)
     if _differ(logits, logits_again.flip(0)):
         raise ConfigurationError(_tokens_meet("behind the last attention layer"))
+    _check_positions_start_at_zero(model, token_ids)
     return tuple(layers)
 
 
 def _run(
-    model: PreTrainedModel, name: str, token_ids: torch.Tensor, positions: torch.Tensor
+    model: PreTrainedModel, name: str, token_ids: torch.Tensor, positions: torch.Tensor | None
 ) -> tuple[list[_Call], torch.Tensor]:
-    """Run the model with every token attending to itself alone; return the attention calls and all logits."""
+    """Run the model with every token attending to itself alone; return the attention calls and all logits.
+
+    Without positions the model numbers the tokens by itself, as it does for everybody who gives none.
+    """
     with _recording(model, name) as calls, torch.inference_mode():
         try:
             logits = forward_flat(
@@ -132,10 +142,7 @@ def _check_every_layer_called(model: PreTrainedModel, calls: list[_Call]) -> Non
     num_layers = model.config.get_text_config().num_hidden_layers
     distinct = len({id(call.module) for call in calls})
     if not calls:
-        raise ConfigurationError(
-            f"{type(model).__name__} cannot be served: it does not take its attention from transformers' "
-            "AttentionInterface, so that it cannot be given a paged cache"
-        )
+        raise ConfigurationError(f"{type(model).__name__} cannot be served: {NO_ATTENTION_INTERFACE}")
     if distinct != num_layers or len(calls) != num_layers:
         raise ConfigurationError(
             f"{type(model).__name__} cannot be served over a paged cache: attention was called {len(calls)} times by "
@@ -242,7 +249,12 @@ def _check_against_code(call: _Call, spec: AttentionSpec) -> None:
         ~visible, torch.finfo(torch.float32).min
     )
     with torch.inference_mode():
-        theirs = eager(call.module, query, key, value, additive[None, None], **call.arguments)[0]
+        try:
+            theirs = eager(call.module, query, key, value, additive[None, None], **call.arguments)[0]
+        except Exception as error:  # whatever its own code raises, the configuration does not fit that code
+            raise ConfigurationError(
+                f"{owner} cannot run its own eager attention: {type(error).__name__}: {error}"
+            ) from error
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         ours = dense_attention(query, key, value, visible[None], spec, call.arguments.get("s_aux"))
     if _differ(theirs[0].flatten(1), ours[0].flatten(1)):
@@ -271,6 +283,20 @@ def _check_tokens_meet_in_attention_only(calls: list[_Call], again: list[_Call])
             before, after = (getattr(each, name)[0].transpose(0, 1).flatten(1) for each in (call, repeated))
             if _differ(before, after.flip(0)):
                 raise ConfigurationError(_tokens_meet(f"before the attention of layer {index}"))
+
+
+def _check_positions_start_at_zero(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
+    """The model must number tokens as the engine does; RoBERTa and its kin begin behind the padding token's id."""
+    token_ids = token_ids[-1:].expand(len(token_ids))  # all alike, since those models do not count padding
+    by_engine, _ = _run(model, ATTENTION_NAME, token_ids, torch.arange(len(token_ids), device=model.device))
+    by_model, _ = _run(model, ATTENTION_NAME, token_ids, None)
+    for ours, theirs in zip(by_engine, by_model, strict=True):
+        for name in ("query", "key", "value"):
+            if _differ(*(getattr(call, name)[0].transpose(0, 1).flatten(1) for call in (theirs, ours))):
+                raise ConfigurationError(
+                    f"{type(model).__name__} cannot be served over a paged cache: left to itself it does not number "
+                    "the tokens of a sequence 0, 1, 2, …, so its positions would be wrong"
+                )
 
 
 def _tokens_meet(where: str) -> str:
