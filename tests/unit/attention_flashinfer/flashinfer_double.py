@@ -49,8 +49,9 @@ class _Wrapper:
     """What the two wrappers have in common."""
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str) -> None:
-        _demand(kv_layout == "NHD", "the layout is NHD")
+        _demand(kv_layout in ("NHD", "HND"), "the layout is NHD or HND")
         _demand(backend == "fa2", "the backend is fa2; others choose kernels by machine and version")
+        self._layout = kv_layout
         self._workspace = float_workspace_buffer
         self._plan_memory = torch.empty(8 << 20, dtype=torch.uint8, device=float_workspace_buffer.device)
         self._is_planned = False
@@ -117,7 +118,7 @@ class _Wrapper:
         last_page_len: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         _demand(self._is_planned, "run comes after plan")
-        k_cache, v_cache = _unpacked(paged_kv_cache, "NHD")
+        k_cache, v_cache = _unpacked(paged_kv_cache, self._layout)
         _demand((q.dtype, k_cache.dtype) == self._dtypes, "dtypes are the planned ones")
         _demand(
             q.shape == (self._num_rows, self._num_heads[0], self._head_dim), "queries have the planned shape"
@@ -263,11 +264,13 @@ def _demand(condition: bool, rule: str) -> None:
 
 
 def _unpacked(paged_kv_cache: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, [num_pages, page_size, num_kv_heads, head_dim] in either layout."""
     _demand(
-        kv_layout == "NHD" and paged_kv_cache.dim() == 5 and paged_kv_cache.shape[1] == 2,
-        "the cache is NHD, 5-D",
+        paged_kv_cache.dim() == 5 and paged_kv_cache.shape[1] == 2, "the cache is 5-D, keys before values"
     )
     k_cache, v_cache = paged_kv_cache.unbind(1)
+    if kv_layout == "HND":
+        k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     return k_cache, v_cache
 
 

@@ -18,8 +18,8 @@ from attention_suite import Case, PagedRun
 
 from paged_engine.attention.flashinfer import FlashInferAttention
 
-VERSIONS = ("0.6.0", "0.7.0", "0.7.4")
-"""The oldest and the newest of what is supported, and one between."""
+VERSIONS = ("0.6.0", "0.6.18.post1", "0.7.0", "0.7.4")
+"""The oldest and the newest of each line that is supported."""
 SOURCES = {
     "append_paged_kv_cache": "flashinfer/page.py",
     "BatchPrefillWithPagedKVCacheWrapper": "flashinfer/prefill.py",
