@@ -34,7 +34,9 @@ class EngineConfig(BaseModel):
         "auto", description="auto or int8; int8 quantizes the weights at load, on a CPU"
     )
     graft: Flag = Field(
-        True, description="true or false; runs known architectures in the native CPU kernels as a whole"
+        True,
+        description="true or false; runs known architectures in the native CPU kernels as a whole, and known modules in "
+        "fused operations on a GPU",
     )
     trust_remote_code: Flag = Field(
         False, description="true or false; lets a checkpoint bring its own Python code"

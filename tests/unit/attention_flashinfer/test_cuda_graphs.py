@@ -28,6 +28,7 @@ from paged_engine.execution.cuda_graphs import (
 )
 from paged_engine.execution.kv_cache import create_kv_cache
 from paged_engine.execution.runner import ModelRunner
+from paged_engine.models.fuse import fuse_modules
 from paged_engine.models.hook import forward_flat
 from paged_engine.models.load import LoadedModel
 from paged_engine.request import SamplingParams
@@ -132,6 +133,17 @@ def test_a_replay_equals_the_step_itself(model: LoadedModel) -> None:
         torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
     assert replayed == set(range(1, MAX_BATCH_SIZE + 1))
+
+
+def test_fused_operations_are_replayed_rightly(tmp_path: Path) -> None:
+    """They work in place, and keep the packed rotary angles of a step for all of its layers."""
+    model = load_tiny(save_tiny_model("qwen3", tmp_path))
+    without = [logits for _, logits in steps_of_a_day(World(model, with_graphs=False))]
+    assert fuse_modules(model, flashinfer_double)["residual sums"] == 2
+    world = World(model, with_graphs=True)
+    for (_, logits), expected in zip(steps_of_a_day(world), without, strict=True):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
 def test_padding_writes_into_the_dummy_page_only(model: LoadedModel) -> None:

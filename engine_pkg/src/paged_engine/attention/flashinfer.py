@@ -118,7 +118,7 @@ class FlashInferAttention:
     def __init__(self, setup: AttentionSetup, library: Any) -> None:
         """`library` is the module flashinfer, or what behaves like it."""
         self._setup = setup
-        self._library = library
+        self.library = library
         self._layout = kv_layout(setup.cache_dtype)
         self._caches: dict[int, torch.Tensor] = {}
         kinds = {spec: replace(spec, has_sinks=False) for spec in setup.specs}
@@ -189,7 +189,7 @@ class FlashInferAttention:
         cache = self._caches[layer]
         head_dim, kernel_dim = query.shape[-1], cache.shape[-1]
         slots = self._slots
-        self._library.append_paged_kv_cache(
+        self.library.append_paged_kv_cache(
             round_to(cache.dtype, _fitted(key, kernel_dim)),
             round_to(cache.dtype, _fitted(value, kernel_dim)),
             slots.rows[:-1],
