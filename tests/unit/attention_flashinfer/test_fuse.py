@@ -40,7 +40,11 @@ def steps(model: LoadedModel) -> list[torch.Tensor]:
     """Logits of two prompts in chunks, and of tokens that follow them."""
     built = HandBuilt(model, page_size=4, backend_name="torch")
     first, second = built.sequence(list(range(3, 26))), built.sequence(list(range(40, 60)))
-    logits = [built.step((first, 10)), built.step((first, 12), (second, 9)), built.step((first, 1), (second, 10))]
+    logits = [
+        built.step((first, 10)),
+        built.step((first, 12), (second, 9)),
+        built.step((first, 1), (second, 10)),
+    ]
     return [*logits, built.step((second, 1))]
 
 

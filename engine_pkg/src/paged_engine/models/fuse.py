@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 _NUM_TOKENS = 16
 """Tokens of the trial."""
-_ROW_SIZES = (0.01, 8.0)
-"""Of the smallest and the largest random row."""
+_ROW_SIZES = (-2.0, 1.0)
+"""Of the smallest and the largest random row, as powers of ten."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}
 """Relative error of a row that a module computes. Rounding errors are a third of it."""
 _WHOLE_MODEL = 10
@@ -127,7 +127,10 @@ class _Fuser:
 
         def keep(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             self._calls[module] = _Call(
-                tuple(argument.clone() if isinstance(argument, torch.Tensor) else argument for argument in arguments),
+                tuple(
+                    argument.clone() if isinstance(argument, torch.Tensor) else argument
+                    for argument in arguments
+                ),
                 {
                     name: value.clone() if isinstance(value, torch.Tensor) else value
                     for name, value in keywords.items()
@@ -167,8 +170,10 @@ class _Fuser:
         call = self._calls[module]
         given = call.hidden_states
         num_rows = given.numel() // given.shape[-1]
-        sizes = torch.logspace(*torch.tensor(_ROW_SIZES).log10().tolist(), num_rows)
-        rows = (torch.randn(num_rows, given.shape[-1], generator=self._random) * sizes[:, None]).view(given.shape)
+        sizes = torch.logspace(*_ROW_SIZES, num_rows)
+        rows = (torch.randn(num_rows, given.shape[-1], generator=self._random) * sizes[:, None]).view(
+            given.shape
+        )
         return max(
             _row_error(call.run(candidate, hidden), call.run(module.forward, hidden))
             for hidden in (given, rows.to(given))
@@ -177,7 +182,9 @@ class _Fuser:
     def _norms(self, module: nn.Module) -> Iterator[Fused]:
         weight = getattr(module, "weight", None)
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if type(module).__name__.endswith("RMSNorm") and epsilon is not None and self._takes(weight):
+        if not type(module).__name__.endswith("RMSNorm") or epsilon is None:
+            return
+        if isinstance(weight, torch.Tensor) and weight.dim() == 1 and weight.dtype == self._model.dtype:
             for one_is_added in (False, True):
                 yield FusedNorm(self._library, weight, epsilon, one_is_added=one_is_added)
 
@@ -226,9 +233,6 @@ class _Fuser:
             norm = module.post_attention_layernorm.forward  # type: ignore[union-attr]
             if isinstance(norm, FusedNorm):
                 yield FusedLayer(module, norm)
-
-    def _takes(self, weight: object) -> bool:
-        return isinstance(weight, torch.Tensor) and weight.dim() == 1 and weight.dtype == self._model.dtype
 
     def _linears(self, module: nn.Module, *names: str) -> list[nn.Linear] | None:
         """The linear layers of these names; None where one is missing, or is not a plain one."""

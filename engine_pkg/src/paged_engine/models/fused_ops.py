@@ -83,7 +83,9 @@ class RotaryAngles:
         self._cosines: torch.Tensor | None = None
         self._packed = (torch.empty(0), torch.empty(0))
 
-    def pack(self, cosines: torch.Tensor, sines: torch.Tensor, once: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def pack(
+        self, cosines: torch.Tensor, sines: torch.Tensor, once: slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
             cosines, sines: [1, num_tokens, num_angles], or more of them where each stands twice.
@@ -147,7 +149,8 @@ class FusedAttention:
         """[1, num_tokens, hidden_size] -> the same; no attention weights."""
         projected = self._projections(hidden_states[0])
         query, key, value = (
-            part.unflatten(-1, (-1, self._head_dim)) for part in projected.split(self._projections.sizes, dim=-1)
+            part.unflatten(-1, (-1, self._head_dim))
+            for part in projected.split(self._projections.sizes, dim=-1)
         )
         if self._norms is not None:
             query, key = (norm(heads) for norm, heads in zip(self._norms, (query, key), strict=True))
@@ -175,7 +178,9 @@ class FusedLayer:
         self._layer = layer
         self._norm = norm
 
-    def __call__(self, hidden_states: torch.Tensor, attention_mask: None = None, **keywords: Any) -> torch.Tensor:
+    def __call__(
+        self, hidden_states: torch.Tensor, attention_mask: None = None, **keywords: Any
+    ) -> torch.Tensor:
         """[1, num_tokens, hidden_size] -> the same."""
         layer: Any = self._layer
         attended, _ = layer.self_attn(
