@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import types
 from pathlib import Path
@@ -13,8 +14,12 @@ import torch
 from hand_built import HandBuilt, load_tiny
 from tiny_models import save_tiny_model
 
+from paged_engine import loading
+from paged_engine.attention.flashinfer import FlashInferAttention
+from paged_engine.attention.interface import AttentionSetup
+from paged_engine.config import EngineConfig
 from paged_engine.models.fuse import fuse_modules
-from paged_engine.models.fused_ops import RotaryAngles
+from paged_engine.models.fused_ops import FusedNorm, RotaryAngles
 from paged_engine.models.load import LoadedModel
 
 KINDS = ("norms", "gated MLPs", "attention modules", "residual sums")
@@ -187,6 +192,19 @@ def test_a_model_that_keeps_its_layers_inputs_is_left_alone(
     assert "the model as a whole differed" in caplog.text
     for got, expected in zip(steps(model), before, strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("graft", [True, False])
+def test_the_parameter_graft_switches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graft: bool
+) -> None:
+    model = model_of("llama", tmp_path)
+    specs = tuple(layer.spec for layer in model.layers)
+    setup = AttentionSetup(specs, 4, model.device, dtype=model.dtype, cache_dtype=model.dtype)
+    backend = FlashInferAttention(setup, flashinfer_double)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    assert loading._graft(EngineConfig(model="m", graft=graft), model, backend) is None
+    assert isinstance(model.module.model.norm.forward, FusedNorm) == graft
 
 
 @pytest.mark.parametrize("once", [slice(0, 4), slice(0, 8, 2)])
