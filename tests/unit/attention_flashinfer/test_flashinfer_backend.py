@@ -92,6 +92,15 @@ def test_small_groups_decode_without_tensor_cores(group_size: int) -> None:
     assert {made["use_tensor_cores"] for made in decode} == {group_size > 3}
 
 
+def test_windows_decode_on_tensor_cores() -> None:
+    """Whose kernel begins at the window; the other one reads a long context in vain."""
+    library = Counting()
+    case = Case(head_dim=64, sliding_window=4, ranges=((9, 1), (3, 1)))
+    history_then_step(case, PagedRun(lambda setup: FlashInferAttention(setup, library), case))
+    decode = [made["use_tensor_cores"] for made in library.made if made["name"].startswith("BatchDecode")]
+    assert decode == [True, False], "the second layer has no window"
+
+
 def test_pages_have_a_head_size_that_the_kernels_have() -> None:
     shapes = {}
     for head_dim in (16, 64, 80, 128, 192, 256):

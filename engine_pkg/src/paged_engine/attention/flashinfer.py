@@ -4,7 +4,7 @@ flashinfer is imported when a GPU is to be used, and not before. Checked against
 0.7, whose public interface it calls with arguments that mean the same in both:
 
 - Mixed steps go through the prefill wrapper, whose causal mask is aligned to the bottom right, as chunks need it; steps
-  in which every sequence computes one token go through the decode wrapper, on tensor cores for large groups.
+  in which every sequence computes one token go through the decode wrapper, on tensor cores for large groups and windows.
 - Head sizes that the kernels do not have are padded with zeros to the next that they have: no score changes by it.
 - The FA2 kernels ignore `sinks`, so that a sink is applied to their output by means of the log-sum-exp they return.
 """

@@ -65,7 +65,8 @@ def needed_modules(dtypes: Sequence[str], head_dims: Sequence[int], float8_cache
             for cache_dtype in (dtype, torch.float8_e4m3fn) if float8_cache else (dtype,):
                 # query, cache and output dtype, index dtype, head sizes, no position encoding, window, soft cap
                 variant = (dtype, cache_dtype, dtype, torch.int32, head_dim, head_dim, 0, window, soft_cap)
-                get_batch_decode_module(*variant)
+                if not window:  # windows are for the tensor cores, whose kernels are the prefill's
+                    get_batch_decode_module(*variant)
                 get_batch_prefill_module("fa2", *variant, False)
     return modules
 

@@ -59,7 +59,9 @@ class LayerKind:
         self._num_heads = (spec.num_query_heads, spec.num_kv_heads)
         self._kernel_dim = kernel_head_dim(spec.head_dim)
         self._page_size = setup.page_size
-        self._on_tensor_cores = spec.num_query_heads // spec.num_kv_heads not in CUDA_CORE_GROUP_SIZES
+        group_size = spec.num_query_heads // spec.num_kv_heads
+        # The kernel for CUDA cores reads all keys of a sequence, those that its window hides as well.
+        self._on_tensor_cores = group_size not in CUDA_CORE_GROUP_SIZES or spec.sliding_window is not None
         self._options = {
             "pos_encoding_mode": "NONE",
             "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
