@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +16,15 @@ from torch import nn
 from torch.nn import functional
 
 from paged_engine.attention.interface import AttentionSpec
+from paged_engine.models.fuse_trial import (
+    Call,
+    largest_error,
+    mixture,
+    own_value,
+    row_errors,
+    run_model,
+    trial_attention,
+)
 from paged_engine.models.fused_ops import (
     FusedAttention,
     FusedLayer,
@@ -26,15 +33,10 @@ from paged_engine.models.fused_ops import (
     MergedLinear,
     RotaryAngles,
 )
-from paged_engine.models.hook import forward_flat
 from paged_engine.models.load import LoadedModel
 
 _log = logging.getLogger(__name__)
 
-_NUM_TOKENS = 16
-"""Tokens of the trial."""
-_ROW_SIZES = (-2.0, 1.0)
-"""Of the smallest and the largest random row, as powers of ten."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}
 """Relative error of a row that a module computes. Rounding errors are a third of it."""
 _WHOLE_MODEL = 10
@@ -50,30 +52,6 @@ Fused = Callable[..., Any]
 """What can stand for a module's `forward`."""
 
 
-@dataclass(frozen=True)
-class _Call:
-    """How the model calls one of its modules."""
-
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-
-    @property
-    def hidden_states(self) -> torch.Tensor:
-        """What the module is to transform."""
-        hidden: torch.Tensor = self.arguments[0] if self.arguments else self.keywords["hidden_states"]
-        return hidden
-
-    def run(self, forward: Fused, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What `forward` makes of a copy of other hidden states: a module may work in place."""
-        hidden = hidden_states.clone()
-        if self.arguments:
-            output = forward(hidden, *self.arguments[1:], **self.keywords)
-        else:
-            output = forward(**{**self.keywords, "hidden_states": hidden})
-        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return result
-
-
 class _Fuser:
     """The fusing of one model: what its modules are called with, and which are replaced."""
 
@@ -83,8 +61,7 @@ class _Fuser:
         self._specs = {layer.module: layer.spec for layer in model.layers}
         self._angles = RotaryAngles()
         self._tolerance = _TOLERANCE[model.dtype]
-        self._random = torch.Generator().manual_seed(0)
-        self._calls: dict[nn.Module, _Call] = {}
+        self._calls: dict[nn.Module, Call] = {}
         self.replaced: dict[str, list[nn.Module]] = {}
         self.reasons: list[str] = []
         """Why something that might have been fused was not."""
@@ -98,11 +75,14 @@ class _Fuser:
             ("residual sums", self._layers),
         )
         try:
-            with _trial_attention(self._model):
-                before = self._run_model(record=True)
+            with trial_attention(self._model, own_value):
+                before = run_model(self._model, self._calls)
+            with trial_attention(self._model, mixture):
                 for kind, candidates in kinds:
                     self._replace(kind, candidates)
-                error = _row_error(self._run_model(record=False), before)
+            with trial_attention(self._model, own_value):
+                # The median: what is to be found is in all rows, and rounding errors of many layers can add up in one.
+                error = float(row_errors(run_model(self._model), before).median())
         except Exception as failure:  # a model's own code; it may well run in its real surroundings
             self.reasons.append(f"the trial of the model failed: {type(failure).__name__}: {failure}")
             self._undo()
@@ -117,32 +97,6 @@ class _Fuser:
                 del module.forward
         self.replaced.clear()
 
-    def _run_model(self, record: bool) -> torch.Tensor:
-        """Logits [num_tokens, vocab_size] of the trial's tokens, at positions up to the model's last."""
-        model = self._model
-        random = torch.Generator().manual_seed(1)
-        token_ids = torch.randint(model.vocab_size, (_NUM_TOKENS,), generator=random).to(model.device)
-        positions = torch.linspace(0, model.max_seq_len - 1, _NUM_TOKENS).long().to(model.device)
-        rows = torch.arange(_NUM_TOKENS, device=model.device)
-
-        def keep(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            self._calls[module] = _Call(
-                tuple(
-                    argument.clone() if isinstance(argument, torch.Tensor) else argument
-                    for argument in arguments
-                ),
-                {
-                    name: value.clone() if isinstance(value, torch.Tensor) else value
-                    for name, value in keywords.items()
-                },
-            )
-
-        with ExitStack() as hooks:
-            if record:
-                for module in model.module.modules():
-                    hooks.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
-            return forward_flat(model.module, token_ids, positions, rows)
-
     def _replace(self, kind: str, candidates: Callable[[nn.Module], Iterator[Fused]]) -> None:
         """Replace every module of a kind that one of its candidates computes the same as.
 
@@ -152,7 +106,7 @@ class _Fuser:
             least = None
             try:
                 for candidate in candidates(module):
-                    error = self._error(module, candidate)
+                    error = largest_error(module, candidate, self._calls[module])
                     if error <= self._tolerance:
                         module.forward = candidate
                         self.replaced.setdefault(kind, []).append(module)
@@ -164,20 +118,6 @@ class _Fuser:
             except Exception as error:  # no compiler, an unsupported size, …: the module stays
                 self.reasons.append(f"{kind} failed: {type(error).__name__}: {error}")
                 return
-
-    def _error(self, module: nn.Module, candidate: Fused) -> float:
-        """The largest relative error of a row."""
-        call = self._calls[module]
-        given = call.hidden_states
-        num_rows = given.numel() // given.shape[-1]
-        sizes = torch.logspace(*_ROW_SIZES, num_rows)
-        rows = (torch.randn(num_rows, given.shape[-1], generator=self._random) * sizes[:, None]).view(
-            given.shape
-        )
-        return max(
-            _row_error(call.run(candidate, hidden), call.run(module.forward, hidden))
-            for hidden in (given, rows.to(given))
-        )
 
     def _norms(self, module: nn.Module) -> Iterator[Fused]:
         weight = getattr(module, "weight", None)
@@ -268,32 +208,6 @@ def fuse_modules(model: LoadedModel, library: Any) -> dict[str, int]:
     return counts
 
 
-@contextmanager
-def _trial_attention(model: LoadedModel) -> Iterator[None]:
-    """Let attention modules give a mixture of their queries, keys and values, which shows whether these are right."""
-
-    def mix(
-        _: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: Any
-    ) -> torch.Tensor:
-        group_size = query.shape[1] // value.shape[1]
-        key, value = (heads.repeat_interleave(group_size, dim=1) for heads in (key, value))
-        shared = min(query.shape[-1], value.shape[-1])
-        mixed = 3 * value
-        mixed[..., :shared] += query[..., :shared] - 2 * key[..., :shared]
-        return mixed.transpose(1, 2).contiguous()
-
-    before = [layer.module.__dict__.get("paged_attention") for layer in model.layers]
-    for layer in model.layers:
-        layer.module.paged_attention = mix  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for layer, attention in zip(model.layers, before, strict=True):
-            del layer.module.paged_attention
-            if attention is not None:
-                layer.module.paged_attention = attention
-
-
 def _part_sizes(spec: AttentionSpec) -> tuple[int, int, int]:
     """Features of queries, keys and values."""
     kv_size = spec.num_kv_heads * spec.head_dim
@@ -310,9 +224,3 @@ def _each_angle_once(cosines: torch.Tensor, sines: torch.Tensor) -> slice:
         if all(torch.equal(each[..., once], each[..., again]) for each in (cosines, sines)):
             return once
     return slice(0, size)
-
-
-def _row_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error of a row relative to it; NaN where one is not a number."""
-    got, expected = got.float(), expected.float()
-    return float(((got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)).max())
