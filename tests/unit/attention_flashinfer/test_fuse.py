@@ -19,6 +19,7 @@ from paged_engine.attention.flashinfer import FlashInferAttention
 from paged_engine.attention.interface import AttentionSetup
 from paged_engine.config import EngineConfig
 from paged_engine.models.fuse import fuse_modules
+from paged_engine.models.fuse_trial import row_errors
 from paged_engine.models.fused_ops import FusedNorm, RotaryAngles
 from paged_engine.models.load import LoadedModel
 
@@ -108,6 +109,14 @@ def test_weights_are_held_once(tmp_path: Path) -> None:
         assert len({layer.weight.untyped_storage().data_ptr() for layer in layers}) == 1
     for name, value in model.module.state_dict().items():
         assert torch.equal(value, state[name])
+
+
+def test_rows_that_are_too_large_for_the_original_prove_nothing() -> None:
+    expected = torch.tensor([[1.0, 1.0], [1.0, torch.inf], [2.0, 0.0]])
+    got = torch.tensor([[1.0, 1.5], [torch.nan, 0.0], [torch.nan, 0.0]])
+    errors = row_errors(got, expected)
+    assert errors[:2].tolist() == pytest.approx([0.5 / 2**0.5, 0.0])
+    assert errors[2].isnan()
 
 
 def double_epsilon(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
