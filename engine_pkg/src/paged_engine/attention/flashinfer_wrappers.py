@@ -20,7 +20,9 @@ CUDA_CORE_GROUP_SIZES = (1, 2, 3)
 """Query heads per key-value head up to which decoding without tensor cores is the faster, and which every version has."""
 MAX_CAPTURED_BATCH_SIZE = 512
 _MIN_WORKSPACE_BYTES = 128 << 20
-_INT_WORKSPACE_BYTES = 8 << 20
+_CAPTURED_PLAN_BYTES = 1 << 20
+"""A captured decode step's plan takes some 20 bytes for each of a few thousand thread blocks. Each wrapper keeps as much
+pinned memory beside it, which FlashInfer's own 8 MiB would make half a gigabyte for a long ladder."""
 
 
 def kv_layout(cache_dtype: torch.dtype) -> str:
@@ -139,7 +141,7 @@ class LayerKind:
     def _make_captured_wrapper(self, batch_size: int, indices_buffer: torch.Tensor) -> Any:
         """A wrapper of one batch size. All sizes share the memory of their plans: each is planned before each replay."""
         if self._captured_int_workspace is None:
-            self._captured_int_workspace = self._workspace.new_empty(_INT_WORKSPACE_BYTES)
+            self._captured_int_workspace = self._workspace.new_empty(_CAPTURED_PLAN_BYTES)
         wrapper = self._make_decode_wrapper(
             use_cuda_graph=True,
             paged_kv_indptr_buffer=indices_buffer.new_empty(batch_size + 1),
