@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "engine_pkg/src"))
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
+from paged_engine.attention.flashinfer import FlashInferAttention
 from paged_engine.attention.interface import AttentionSetup
 from paged_engine.attention.select import select_backend
 from paged_engine.execution.batch import Batch, build_batch
@@ -171,7 +172,7 @@ class Bench:
         specs = tuple(layer.spec for layer in self.model.layers)
         setup = AttentionSetup(specs, PAGE_SIZE, device, self.model.dtype, self.model.dtype)
         self.backend = select_backend("flashinfer", setup)
-        if self.backend.name != "flashinfer":
+        if not isinstance(self.backend, FlashInferAttention):
             sys.exit("error: FlashInfer cannot be used here; the warning above says why")
         fuse_modules(self.model, self.backend.library)
         self.token_bytes = (
