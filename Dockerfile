@@ -14,10 +14,11 @@
 # Build arguments:
 #   DEVICE=cpu                    an image for machines without a GPU, several GB smaller; with
 #   TORCH_INDEX_URL=...           an index of CPU builds of torch
-#   FLASHINFER_CUDA_ARCH_LIST     compute capabilities to compile attention kernels for; only one's own is much quicker
-#   KERNEL_DTYPES, KERNEL_HEAD_DIMS    dtypes and head sizes of models to compile them for. What is not compiled here is
-#                                 served by plain torch, many times slower, which the log says when a model is loaded:
-#                                 there is no compiler in the image.
+#   FLASHINFER_CUDA_ARCH_LIST     compute capabilities to compile kernels for; only one's own is much quicker
+#   KERNEL_DTYPES, KERNEL_HEAD_DIMS    dtypes and head sizes of models to compile them for
+#   KERNEL_OPTIONS=--float8-cache compiles them for pages in float8, too (kv_cache_dtype=float8_e4m3fn)
+# What is not compiled here is served by plain torch, many times slower, which the log says when a model is loaded: there
+# is no compiler in the image.
 
 ARG BASE_IMAGE=nvcr.io/nvidia/tritonserver:26.09-py3
 ARG DEVICE=gpu
@@ -47,7 +48,7 @@ RUN "$VIRTUAL_ENV/bin/pip" install --no-build-isolation "numpy==$NUMPY_VERSION" 
 
 FROM packages AS packages-cpu
 
-# ---- For GPUs: FlashInfer, with the attention kernels compiled ahead by a toolkit that stays behind ----
+# ---- For GPUs: FlashInfer, with its kernels compiled ahead by a toolkit that stays behind ----
 
 FROM packages AS packages-gpu
 ARG FLASHINFER_VERSION=0.7.4
@@ -64,9 +65,10 @@ RUN "$VIRTUAL_ENV/bin/pip" install --target /opt/cuda-toolkit "cuda-toolkit[nvcc
 ARG FLASHINFER_CUDA_ARCH_LIST="8.0 8.9 9.0 10.0 12.0"
 ARG KERNEL_DTYPES="bfloat16 float16"
 ARG KERNEL_HEAD_DIMS="64 128 256"
+ARG KERNEL_OPTIONS=""
 # hadolint ignore=SC2086
 RUN PATH="$VIRTUAL_ENV/bin:$PATH" python3 -m paged_engine.attention.flashinfer_kernels \
-        --dtypes $KERNEL_DTYPES --head-dims $KERNEL_HEAD_DIMS
+        --dtypes $KERNEL_DTYPES --head-dims $KERNEL_HEAD_DIMS $KERNEL_OPTIONS
 
 # hadolint ignore=DL3006
 FROM packages-${DEVICE} AS packages-of-device
@@ -79,11 +81,13 @@ RUN groupadd --gid 10001 serve \
     && install --directory --owner serve --group serve /cache
 COPY --from=packages-of-device /opt/paged-engine /opt/paged-engine
 COPY model_repository /models
+# FLASHINFER_USE_CUDA_NORM: the norms that were compiled ahead, in the place of those that it would compile at a first call.
 ENV VIRTUAL_ENV=/opt/paged-engine \
     PATH=/opt/paged-engine/bin:$PATH \
     MODEL_REPOSITORY=/models \
     CACHE_DIR=/cache \
     HF_HOME=/cache/huggingface \
+    FLASHINFER_USE_CUDA_NORM=1 \
     PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 WORKDIR /cache

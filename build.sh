@@ -49,7 +49,7 @@ Usage: ./build.sh VERB [ARGUMENTS]
   serve               serve until Ctrl-C or SIGTERM; requests in flight are finished
   chat                hold a conversation, with the server that is running or else one started for it
   test [ARGS]         run the tests; ARGS go to pytest (tests/unit, -k name, -m slow, ...)
-  lint                check the source: ruff, mypy, shellcheck
+  lint                check the source: ruff, mypy, shellcheck, hadolint
   perf [ARGS]         load the server with perf_analyzer: throughput, time to first token, inter-token latency
   bench [NAME] [ARGS] run tests/bench/NAME.py; without NAME, list what there is
   models [--write]    try every architecture of transformers; --write puts the table of results into README.md
@@ -328,6 +328,7 @@ verb_lint() {
     MYPYPATH=$(IFS=: && printf '%s' "$folder:${folders[*]}") "$PYTHON" -m mypy "${tests[@]}" "$folder"/*.py || status=1
   done
   "$VENV_DIR/bin/shellcheck" build.sh .ci/run || status=1
+  "$VENV_DIR/bin/hadolint" Dockerfile || status=1
   exit "$status"
 }
 

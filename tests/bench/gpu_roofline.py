@@ -26,11 +26,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "engine_pkg/src"))
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
+from paged_engine.attention.flashinfer import FlashInferAttention
 from paged_engine.attention.interface import AttentionSetup
 from paged_engine.attention.select import select_backend
 from paged_engine.execution.batch import Batch, build_batch
 from paged_engine.execution.cuda_graphs import DecodeGraphs, make_decode_graphs
 from paged_engine.execution.runner import ModelRunner
+from paged_engine.models.fuse import fuse_modules
 from paged_engine.models.hook import PROBE_NAME, register
 from paged_engine.models.load import LoadedModel
 from paged_engine.models.probe import find_attention_layers
@@ -170,8 +172,9 @@ class Bench:
         specs = tuple(layer.spec for layer in self.model.layers)
         setup = AttentionSetup(specs, PAGE_SIZE, device, self.model.dtype, self.model.dtype)
         self.backend = select_backend("flashinfer", setup)
-        if self.backend.name != "flashinfer":
+        if not isinstance(self.backend, FlashInferAttention):
             sys.exit("error: FlashInfer cannot be used here; the warning above says why")
+        fuse_modules(self.model, self.backend.library)
         self.token_bytes = (
             sum(2 * spec.num_kv_heads * spec.head_dim for spec in specs) * self.model.dtype.itemsize
         )

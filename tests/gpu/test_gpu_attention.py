@@ -66,9 +66,10 @@ def test_float16(device: torch.device) -> None:
     check(Case(group_size=4, head_dim=128, dtype=torch.float16), device)
 
 
-def test_a_float8_cache(device: torch.device) -> None:
+@pytest.mark.parametrize(("group_size", "head_dim"), [(4, 128), (1, 64), (3, 256)])
+def test_a_float8_cache(device: torch.device, group_size: int, head_dim: int) -> None:
     """Its rounding is the oracle's, too; what is left is that of the kernel."""
-    case = Case(group_size=4, head_dim=128, dtype=BF16, cache_dtype=torch.float8_e4m3fn)
+    case = Case(group_size=group_size, head_dim=head_dim, dtype=BF16, cache_dtype=torch.float8_e4m3fn)
     run = PagedRun(functools.partial(flashinfer_on, device), case)
     for i, (computed, new) in enumerate(case.ranges):
         expected = run.expected(0, i, 0, computed + new)

@@ -35,7 +35,8 @@ class EngineConfig(BaseModel):
     )
     graft: Flag = Field(
         True,
-        description="true or false; runs the model in the native CPU kernels, known architectures as a whole",
+        description="true or false; runs the model in the native CPU kernels, known architectures as a whole; on a GPU, "
+        "known modules in fused operations",
     )
     trust_remote_code: Flag = Field(
         False, description="true or false; lets a checkpoint bring its own Python code"
@@ -56,8 +57,8 @@ class EngineConfig(BaseModel):
         le=1,
         description="a number in (0, 1]; unset: 0.9 of what is free on a GPU, 0.5 of usable CPU memory",
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto, float32, bfloat16 or float16; auto takes the model's"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"] = Field(
+        "auto", description="auto, float32, bfloat16, float16 or float8_e4m3fn; auto takes the model's"
     )
     enable_prefix_caching: Flag = Field(
         True, description="true or false; keeps computed pages for later requests"

@@ -115,7 +115,10 @@ def _load(config: EngineConfig) -> Engine:
 
 
 def _graft(config: EngineConfig, model: LoadedModel, backend: AttentionBackend) -> Forward | None:
-    """The model in the native kernels, as a whole or in parts; None where its modules stay."""
+    """The model in the native kernels, as a whole or in parts; None where its modules stay.
+
+    On a GPU they stay, and FlashInfer's fused operations compute those of them that it has.
+    """
     int8 = config.weight_dtype == "int8"
     if int8 and model.dtype != torch.bfloat16:
         dtype = str(model.dtype).removeprefix("torch.")
@@ -131,6 +134,13 @@ def _graft(config: EngineConfig, model: LoadedModel, backend: AttentionBackend) 
 
         assert isinstance(backend, CpuAttention), "the name says so"
         grafted = graft_model(model, backend, max_num_tokens=config.max_num_tokens, int8=int8)
+    if config.graft and backend.name == "flashinfer":
+        from paged_engine.attention.flashinfer import FlashInferAttention
+        from paged_engine.models.fuse import fuse_modules
+
+        assert isinstance(backend, FlashInferAttention), "the name says so"
+        with torch.cuda.device(model.device):
+            fuse_modules(model, backend.library)
     if int8 and grafted is None:
         raise ConfigurationError(
             f"weight_dtype must be auto for {type(model.module).__name__} with attention_backend {backend.name} and "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ def make_picky(setup: AttentionSetup) -> AttentionBackend:
 @pytest.fixture
 def with_picky(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "_BACKENDS", {"picky": make_picky, "torch": select._BACKENDS["torch"]})
+    monkeypatch.setattr(select, "_FASTEST", {"cpu": "picky"})
 
 
 @pytest.mark.parametrize("name", ["auto", "torch"])
@@ -42,11 +45,40 @@ def test_plain_torch_takes_what_nothing_faster_can(name: str) -> None:
 def test_gpu_kernels_asked_for_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert select_backend("flashinfer", SETUP).name == "torch"
-    assert "flashinfer cannot be used: it needs an NVIDIA GPU" in caplog.text
+    assert "flashinfer cannot be used; plain torch takes its place" in caplog.text
+    assert "it needs an NVIDIA GPU, and the model is on cpu" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["auto", "flashinfer"])
+def test_a_gpu_without_its_kernels_is_one_warning(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody who pays for a GPU should have to find out from the clock that it is served by plain torch."""
+
+    def missing(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    setup = Case(dtype=torch.bfloat16).setup
+    with caplog.at_level(logging.INFO):
+        assert select_backend(name, replace(setup, device=torch.device("cuda:1"))).name == "torch"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "WARNING",
+            "the attention backend flashinfer cannot be used; plain torch takes its place, many times slower: the "
+            "package flashinfer-python is not installed (it comes with paged-engine[gpu])",
+        )
+    ]
+
+
+def test_a_cpu_is_not_told_about_gpus(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        select_backend("auto", SETUP)
+    assert "flashinfer" not in caplog.text
 
 
 @pytest.mark.usefixtures("with_picky")
-def test_auto_takes_the_first_that_can() -> None:
+def test_auto_takes_the_devices_own_if_it_can() -> None:
     assert select_backend("auto", SETUP).name == "picky"
     assert select_backend("auto", Case(page_size=5).setup).name == "torch"
 
@@ -55,7 +87,9 @@ def test_auto_takes_the_first_that_can() -> None:
 def test_named_backend_that_cannot_is_replaced_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert select_backend("picky", Case(page_size=5).setup).name == "torch"
-    assert caplog.messages == ["the attention backend picky cannot be used: page_size is 5"]
+    assert caplog.messages == [
+        "the attention backend picky cannot be used; plain torch takes its place, several times slower: page_size is 5"
+    ]
 
 
 @pytest.mark.usefixtures("with_picky")

@@ -7,7 +7,7 @@ import torch
 from attention_suite import BACKENDS, Case, PagedRun, history_then_step
 
 from paged_engine.attention import torch_reference
-from paged_engine.attention.torch_reference import TorchAttention
+from paged_engine.attention.torch_reference import TorchAttention, round_to
 
 
 @pytest.mark.parametrize("limit", [1, 40, 700])
@@ -49,3 +49,11 @@ def test_float64_is_computed_in_float64() -> None:
     run = PagedRun(lambda setup: TorchAttention(setup.specs, setup.page_size), case)
     output = run.step([(0, 0, 12)])[0][0]
     torch.testing.assert_close(output, run.expected(0, 0, 0, 12), atol=1e-13, rtol=1e-13)
+
+
+def test_float8_pages_cut_off_what_they_cannot_hold() -> None:
+    """torch alone would make it NaN, which spoils every later token of the sequence."""
+    rounded = round_to(torch.float8_e4m3fn, torch.tensor([1e6, -1e6, 448.0, 0.1, float("nan")]))
+    assert rounded.float()[:3].tolist() == [448, -448, 448]
+    assert rounded.float()[3].item() == pytest.approx(0.1, rel=0.07)
+    assert rounded.float()[4].isnan()

@@ -9,9 +9,11 @@ suite's narrow tolerances want it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+from torch.nn import functional
 
 HEAD_DIMS = (64, 128, 256, 512)
 CUDA_CORE_GROUP_SIZES = (1, 2, 3, 4, 8)
@@ -49,8 +51,9 @@ class _Wrapper:
     """What the two wrappers have in common."""
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str) -> None:
-        _demand(kv_layout == "NHD", "the layout is NHD")
+        _demand(kv_layout in ("NHD", "HND"), "the layout is NHD or HND")
         _demand(backend == "fa2", "the backend is fa2; others choose kernels by machine and version")
+        self._layout = kv_layout
         self._workspace = float_workspace_buffer
         self._plan_memory = torch.empty(8 << 20, dtype=torch.uint8, device=float_workspace_buffer.device)
         self._is_planned = False
@@ -117,7 +120,7 @@ class _Wrapper:
         last_page_len: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         _demand(self._is_planned, "run comes after plan")
-        k_cache, v_cache = _unpacked(paged_kv_cache, "NHD")
+        k_cache, v_cache = _unpacked(paged_kv_cache, self._layout)
         _demand((q.dtype, k_cache.dtype) == self._dtypes, "dtypes are the planned ones")
         _demand(
             q.shape == (self._num_rows, self._num_heads[0], self._head_dim), "queries have the planned shape"
@@ -257,17 +260,106 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         return self._run(q, paged_kv_cache, out, return_lse, *self._tables)
 
 
+def rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """input / RMS(input) · weight."""
+    return _normed(input, weight, eps, 0.0)
+
+
+def gemma_rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """input / RMS(input) · (weight + 1)."""
+    return _normed(input, weight, eps, 1.0)
+
+
+def fused_add_rmsnorm(
+    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+) -> None:
+    """residual += input; input = rmsnorm(residual)."""
+    _add_normed(input, residual, weight, eps, 0.0)
+
+
+def gemma_fused_add_rmsnorm(
+    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+) -> None:
+    """residual += input; input = gemma_rmsnorm(residual)."""
+    _add_normed(input, residual, weight, eps, 1.0)
+
+
+def silu_and_mul(input: torch.Tensor) -> torch.Tensor:
+    """silu(first half) · second half of the last axis."""
+    return _activated(input, functional.silu)
+
+
+def gelu_tanh_and_mul(input: torch.Tensor) -> torch.Tensor:
+    """The same with GELU in its tanh approximation."""
+    return _activated(input, lambda gate: functional.gelu(gate, approximate="tanh"))
+
+
+def gelu_and_mul(input: torch.Tensor) -> torch.Tensor:
+    """The same with GELU."""
+    return _activated(input, functional.gelu)
+
+
+def apply_rope_with_cos_sin_cache_inplace(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool = True,
+) -> None:
+    """Rotate the first rotary_dim dimensions of each head; pairs are i and i + rotary_dim / 2 (neox), or 2i and 2i + 1."""
+    _demand(cos_sin_cache.dtype == torch.float32 and cos_sin_cache.is_contiguous(), "the table is float32")
+    _demand(positions.dtype in (torch.int32, torch.int64), "positions are integers")
+    rotary_dim = cos_sin_cache.shape[1]
+    _demand(rotary_dim <= head_size, "no more is rotated than there is")
+    cosines, sines = cos_sin_cache[positions][:, None].chunk(2, dim=-1)
+    for rows in (query, key):
+        _demand(rows.dim() == 2 and rows.stride(-1) == 1, "heads lie beside each other in a row")
+        rotated = rows.view(rows.shape[0], -1, head_size)[..., :rotary_dim]
+        half = rotary_dim // 2
+        first, second = (
+            (rotated[..., :half], rotated[..., half:]) if is_neox else (rotated[..., ::2], rotated[..., 1::2])
+        )
+        x, y = first.clone().float(), second.clone().float()
+        first.copy_(x * cosines - y * sines)
+        second.copy_(y * cosines + x * sines)
+
+
+def _normed(input: torch.Tensor, weight: torch.Tensor, eps: float, added: float) -> torch.Tensor:
+    _demand(input.dim() in (2, 3) and input.stride(-1) == 1, "rows, or heads in rows")
+    _demand(weight.dtype == input.dtype and weight.shape == input.shape[-1:], "the weight is like a row")
+    x = input.float()
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.float() + added)
+    return normed.to(input.dtype).contiguous()
+
+
+def _add_normed(
+    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, added: float
+) -> None:
+    _demand(input.dim() == 2 and input.shape == residual.shape, "input and residual are rows")
+    residual.add_(input)
+    input.copy_(_normed(residual, weight, eps, added))
+
+
+def _activated(input: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    _demand(input.is_contiguous() and input.shape[-1] % 2 == 0, "gate and up lie beside each other")
+    gate, up = input.float().chunk(2, dim=-1)
+    return (activation(gate) * up).to(input.dtype)
+
+
 def _demand(condition: bool, rule: str) -> None:
     if not condition:
         raise ValueError(f"FlashInfer's rule is broken: {rule}")
 
 
 def _unpacked(paged_kv_cache: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, [num_pages, page_size, num_kv_heads, head_dim] in either layout."""
     _demand(
-        kv_layout == "NHD" and paged_kv_cache.dim() == 5 and paged_kv_cache.shape[1] == 2,
-        "the cache is NHD, 5-D",
+        paged_kv_cache.dim() == 5 and paged_kv_cache.shape[1] == 2, "the cache is 5-D, keys before values"
     )
     k_cache, v_cache = paged_kv_cache.unbind(1)
+    if kv_layout == "HND":
+        k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     return k_cache, v_cache
 
 

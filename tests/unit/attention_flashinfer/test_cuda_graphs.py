@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import flashinfer_double
@@ -19,6 +21,8 @@ from paged_engine.attention.flashinfer import FlashInferAttention
 from paged_engine.attention.interface import AttentionSetup
 from paged_engine.attention.torch_reference import TorchAttention
 from paged_engine.config import EngineConfig
+from paged_engine.errors import ConfigurationError
+from paged_engine.execution import cuda_graphs
 from paged_engine.execution.batch import Batch, build_batch
 from paged_engine.execution.cuda_graphs import (
     CapturableAttention,
@@ -28,6 +32,7 @@ from paged_engine.execution.cuda_graphs import (
 )
 from paged_engine.execution.kv_cache import create_kv_cache
 from paged_engine.execution.runner import ModelRunner
+from paged_engine.models.fuse import fuse_modules
 from paged_engine.models.hook import forward_flat
 from paged_engine.models.load import LoadedModel
 from paged_engine.request import SamplingParams
@@ -145,6 +150,17 @@ def test_a_replay_equals_the_step_itself(model: LoadedModel) -> None:
     assert num_scored > 0
 
 
+def test_fused_operations_are_replayed_rightly(tmp_path: Path) -> None:
+    """They work in place, and keep the packed rotary angles of a step for all of its layers."""
+    model = load_tiny(save_tiny_model("qwen3", tmp_path))
+    without = [logits for _, logits in steps_of_a_day(World(model, with_graphs=False))]
+    assert fuse_modules(model, flashinfer_double)["residual sums"] == 2
+    world = World(model, with_graphs=True)
+    for (_, logits), expected in zip(steps_of_a_day(world), without, strict=True):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
 def test_padding_writes_into_the_dummy_page_only(model: LoadedModel) -> None:
     world = World(model, with_graphs=True)
     sequence = world.sequence([5, 6, 7])
@@ -200,9 +216,11 @@ class FailingRecorder(OperatorRecorder):
 
 @pytest.mark.parametrize("num_good", [0, 2])
 def test_a_model_that_cannot_be_captured_runs_without(
-    model: LoadedModel, caplog: pytest.LogCaptureFixture, num_good: int
+    model: LoadedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, num_good: int
 ) -> None:
     caplog.set_level(logging.INFO)
+    given_back = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
     world = World(model, with_graphs=True, recorder=FailingRecorder(num_good))
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         "decode steps are run without CUDA graphs: RuntimeError: operation not permitted when stream is capturing"
@@ -211,6 +229,36 @@ def test_a_model_that_cannot_be_captured_runs_without(
     batch = world.batch((world.sequence([5]), 1))
     assert not world.graphs.covers(batch)
     assert world.runner.execute(batch).isfinite().all()
+    assert given_back == [True]
+
+
+def test_progress_is_shown_while_it_is_captured(
+    model: LoadedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of graphs of a large model take minutes; a line every few seconds says how far it is."""
+    caplog.set_level(logging.INFO)
+    clock = iter(range(0, 1000, 3))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    World(model, with_graphs=True)
+    lines = [record.getMessage() for record in caplog.records if "graphs" in record.getMessage()]
+    assert lines[0].startswith("captured ") and lines[0].endswith(" of 4 CUDA graphs")
+    assert lines[-1].startswith("captured 4 CUDA graphs in ")
+
+
+def test_no_room_for_the_buffers_ends_the_load(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+    setup = AttentionSetup(
+        tuple(layer.spec for layer in model.layers), PAGE_SIZE, CPU, model.dtype, model.dtype
+    )
+    backend = FlashInferAttention(setup, flashinfer_double)
+    monkeypatch.setattr(cuda_graphs, "DecodeGraphs", lambda *_, **__: full())
+    on_gpu = replace(model, device=torch.device("cuda:0"))
+    with pytest.raises(
+        ConfigurationError, match=r"max_batch_size = 8 sequences do not fit .*cuda_graphs to false"
+    ):
+        make_decode_graphs(on_gpu, backend, page_size=PAGE_SIZE, max_batch_size=8)
 
 
 def test_memory_is_estimated_from_two_graphs(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

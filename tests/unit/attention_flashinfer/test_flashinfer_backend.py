@@ -11,12 +11,17 @@ from typing import Any
 import flashinfer_double
 import pytest
 import torch
-from attention_suite import Case, PagedRun, history_then_step
+from attention_suite import MIXED, Case, PagedRun, history_then_step
 
 from paged_engine.attention.flashinfer import FlashInferAttention, load_flashinfer, why_unsupported
-from paged_engine.attention.flashinfer_wrappers import partial_result_bytes
+from paged_engine.attention.flashinfer_wrappers import (
+    captured_partial_result_bytes,
+    make_captured_workspace,
+    partial_result_bytes,
+)
 from paged_engine.attention.interface import AttentionSetup, AttentionSpec, BackendUnsupported
 from paged_engine.attention.trial import try_out
+from paged_engine.errors import ConfigurationError
 
 CUDA = torch.device("cuda", 0)
 SPEC = AttentionSpec(num_query_heads=32, num_kv_heads=8, head_dim=128, scale=0.1)
@@ -87,6 +92,15 @@ def test_small_groups_decode_without_tensor_cores(group_size: int) -> None:
     assert {made["use_tensor_cores"] for made in decode} == {group_size > 3}
 
 
+def test_windows_decode_on_tensor_cores() -> None:
+    """Whose kernel begins at the window; the other one reads a long context in vain."""
+    library = Counting()
+    case = Case(head_dim=64, sliding_window=4, ranges=((9, 1), (3, 1)))
+    history_then_step(case, PagedRun(lambda setup: FlashInferAttention(setup, library), case))
+    decode = [made["use_tensor_cores"] for made in library.made if made["name"].startswith("BatchDecode")]
+    assert decode == [True, False], "the second layer has no window"
+
+
 def test_pages_have_a_head_size_that_the_kernels_have() -> None:
     shapes = {}
     for head_dim in (16, 64, 80, 128, 192, 256):
@@ -115,7 +129,18 @@ def test_a_float8_cache_cuts_off_what_it_cannot_hold() -> None:
     (page,) = run.sequences[0].page_table
     assert cache[page, 0, 0, 0, 0].float() == 448
     assert cache[page, 1, 1, 1, 1].float() == -448
-    torch.testing.assert_close(cache[page, 0, 1].float(), key[1], atol=0.05, rtol=0.07)
+    torch.testing.assert_close(cache[page, 0, :, 1].float(), key[1], atol=0.05, rtol=0.07)
+
+
+@pytest.mark.parametrize("ranges", [MIXED, ((17, 1), (40, 1), (3, 1))], ids=["mixed", "decode"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_float8_cache(page_size: int, ranges: tuple[tuple[int, int], ...]) -> None:
+    """Its pages have the heads outside; the rounding is the oracle's, too."""
+    case = Case(
+        group_size=3, head_dim=64, page_size=page_size, cache_dtype=torch.float8_e4m3fn, ranges=ranges
+    )
+    assert on_double(case.setup).page_shape(0) == (2, 2, page_size, 64)
+    history_then_step(case, PagedRun(on_double, case))
 
 
 def test_heads_in_any_order_of_memory() -> None:
@@ -132,23 +157,46 @@ def test_heads_in_any_order_of_memory() -> None:
         assert torch.equal(run.backend.attend(0, *heads), expected)
 
 
+MANY_HEADS = replace(SPEC, num_query_heads=64, num_kv_heads=1, head_dim=64)
+
+
 @pytest.mark.parametrize(
-    ("spec", "needed"),
+    ("spec", "num_tiles"),
     [
-        # num_query_heads · padded_batch_size · cta_tile_q · (head_dim + 1) · 4 bytes of 0.6's PrefillPlan, worked out by hand
-        (SPEC, 32 * 512 * 16 * 129 * 4),  # the largest captured decode: 512 tiles of 16 rows
-        (
-            replace(SPEC, num_query_heads=16, num_kv_heads=2),
-            16 * 132 * 128 * 129 * 4,
-        ),  # 132 tiles of 128 rows
-        (
-            replace(SPEC, num_query_heads=64, num_kv_heads=1, head_dim=64),
-            64 * 264 * 128 * 65 * 4,
-        ),  # 264 of 128 rows
+        (SPEC, 33),  # 2 · 132 multiprocessors / 8 key-value heads
+        (replace(SPEC, num_query_heads=16, num_kv_heads=2), 132),
+        (MANY_HEADS, 264),
     ],
 )
-def test_the_workspace_holds_what_the_scheduler_wants(spec: AttentionSpec, needed: int) -> None:
-    assert partial_result_bytes(spec, H200) == needed
+def test_the_workspace_holds_what_the_scheduler_wants(spec: AttentionSpec, num_tiles: int) -> None:
+    """num_qo_heads · padded_batch_size · cta_tile_q · (head_dim + 1) · 4 bytes of 0.6's PrefillPlan."""
+    row_bytes = spec.num_query_heads * (spec.head_dim + 1) * 4
+    assert partial_result_bytes(spec, H200) == num_tiles * 128 * row_bytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "batch_size", "num_tiles", "tile"),
+    [
+        (SPEC, 512, 512 * 4 // 16 + 511, 16),
+        (SPEC, 4, 33, 16),  # no fewer than it may split
+        (replace(SPEC, num_query_heads=40), 512, 512 * 5 // 16 + 511, 16),
+        (MANY_HEADS, 512, 512 + 511, 64),
+        (replace(MANY_HEADS, num_query_heads=71), 100, 264, 128),
+    ],
+)
+def test_the_workspace_of_captured_steps(
+    spec: AttentionSpec, batch_size: int, num_tiles: int, tile: int
+) -> None:
+    row_bytes = spec.num_query_heads * (spec.head_dim + 1) * 4
+    assert captured_partial_result_bytes(spec, H200, batch_size) == num_tiles * tile * row_bytes
+
+
+def test_captured_steps_share_the_workspace_where_it_suffices() -> None:
+    workspace = torch.zeros(1 << 20, dtype=torch.uint8)
+    spec = replace(SPEC, num_query_heads=4, num_kv_heads=2, head_dim=64)
+    assert make_captured_workspace([spec], 4, workspace) is workspace
+    larger = make_captured_workspace([spec], 512, workspace)
+    assert larger.numel() > workspace.numel() and not larger.any()
 
 
 # ---- What is refused ----
@@ -232,6 +280,20 @@ def test_whatever_fails_at_load_means_that_it_cannot_be_used(
     installed()
     monkeypatch.setattr(torch.cuda, "device", no_compiler)
     with pytest.raises(BackendUnsupported, match="does not run here: RuntimeError: nvcc: not found"):
+        load_flashinfer(SETUP)
+
+
+def test_no_memory_is_no_reason_to_be_slow(
+    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not fit beside the weights ends the load; plain torch would come to the same end later."""
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 128.00 MiB")
+
+    installed()
+    monkeypatch.setattr(torch.cuda, "device", full)
+    with pytest.raises(ConfigurationError, match=r"no room on cuda:0 .*tried to allocate"):
         load_flashinfer(SETUP)
 
 

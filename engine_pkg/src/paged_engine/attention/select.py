@@ -34,26 +34,30 @@ _BACKENDS: dict[str, Callable[[AttentionSetup], AttentionBackend]] = {
     "cpu": _cpu,
     "torch": _torch,
 }
-"""By the name in the configuration, the fastest first. Each raises BackendUnsupported for a setup that it cannot take;
-plain torch is the last and takes any."""
+"""By the name in the configuration. Each raises BackendUnsupported for a setup that it cannot take; plain torch takes any."""
+_FASTEST = {"cuda": "flashinfer", "cpu": "cpu"}
+"""By device type, what "auto" takes if it can."""
+_SLOWDOWN = {"cuda": ", many times slower", "cpu": ", several times slower"}
 
 
 def select_backend(name: str, setup: AttentionSetup) -> AttentionBackend:
-    """Make the backend `name`, or for "auto" the first that can take `setup`.
+    """Make the backend `name`, or for "auto" the one made for the device of `setup`.
 
-    A named backend that cannot take this model or device is replaced as well, with a warning that says why: a model
-    is served more slowly rather than not at all.
+    One that cannot take this model or device is replaced by plain torch, with one warning that says why: a model is
+    served more slowly rather than not at all.
 
     Raises:
-        ConfigurationError: there is no backend of this name.
+        ConfigurationError: there is no backend of this name, or no memory for it.
     """
     if name != "auto" and name not in _BACKENDS:
         raise ConfigurationError(f"attention_backend must be one of auto, {', '.join(_BACKENDS)}, got {name}")
-    candidates = [candidate for candidate in _BACKENDS if name in ("auto", candidate)]
-    for candidate in [*candidates, "torch"]:
-        try:
-            return _BACKENDS[candidate](setup)
-        except BackendUnsupported as reason:
-            level = logging.INFO if name == "auto" else logging.WARNING
-            _log.log(level, "the attention backend %s cannot be used: %s", candidate, reason)
-    raise AssertionError("plain torch takes any setup")
+    device_type = setup.device.type
+    chosen = _FASTEST.get(device_type, "torch") if name == "auto" else name
+    try:
+        return _BACKENDS[chosen](setup)
+    except BackendUnsupported as reason:
+        _log.warning(
+            "the attention backend %s cannot be used; plain torch takes its place%s: %s",
+            chosen, _SLOWDOWN.get(device_type, ""), reason,
+        )  # fmt: skip
+        return _torch(setup)

@@ -65,21 +65,35 @@ class TorchAttention:
         """See AttentionBackend.attend."""
         spec = self._specs[layer]
         cache = self._caches[layer]
-        cache[self._places] = key.to(cache.dtype)
-        cache[self._places + self._page_size] = value.to(cache.dtype)
+        stored = storable(cache)
+        stored[self._places] = storable(round_to(cache.dtype, key))
+        stored[self._places + self._page_size] = storable(round_to(cache.dtype, value))
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in self._groups:
             shape = (*group.key_places.shape, *cache.shape[1:])
             places = group.key_places.flatten()
             output[group.rows] = dense_attention(
                 query[group.rows],
-                cache.index_select(0, places).view(shape),
-                cache.index_select(0, places + self._page_size).view(shape),
+                stored.index_select(0, places).view(cache.dtype).view(shape),
+                stored.index_select(0, places + self._page_size).view(cache.dtype).view(shape),
                 group.visible[spec.sliding_window],
                 spec,
                 sinks,
             )
         return output
+
+
+def round_to(dtype: torch.dtype, heads: torch.Tensor) -> torch.Tensor:
+    """Keys or values as they are kept in pages of `dtype`; float8 has no infinity, so that larger values are cut off."""
+    if dtype == torch.float8_e4m3fn:
+        largest = torch.finfo(dtype).max
+        heads = heads.clamp(-largest, largest)
+    return heads.to(dtype)
+
+
+def storable(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, float8 as bytes: torch moves these by index on any device."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def dense_attention(

@@ -18,6 +18,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from paged_engine.attention.interface import AttentionBackend
+from paged_engine.errors import ConfigurationError
 from paged_engine.execution.batch import Batch
 from paged_engine.models.hook import forward_flat
 from paged_engine.models.load import LoadedModel
@@ -186,8 +187,11 @@ class DecodeGraphs:
             _log.warning("decode steps are run without CUDA graphs: %s: %s", type(error).__name__, error)
             self._replays.clear()
             self.sizes = []
-            return False
-        return True
+        else:
+            return True
+        # Only here is the error gone, and with it the frames that still hold what was recorded.
+        torch.cuda.empty_cache()
+        return False
 
     def _compute(self, size: int) -> None:
         """What is recorded: all that the GPU does for a step of `size` sequences, out of and into fixed buffers."""
@@ -227,19 +231,29 @@ class DecodeGraphs:
 def make_decode_graphs(
     model: LoadedModel, backend: AttentionBackend, *, page_size: int, max_batch_size: int
 ) -> DecodeGraphs | None:
-    """Graphs still to be captured for a model on a GPU; None where there is no GPU or the backend cannot be captured."""
+    """Graphs still to be captured for a model on a GPU; None where there is no GPU or the backend cannot be captured.
+
+    Raises:
+        ConfigurationError: the GPU has not even room for the buffers that their steps read and write.
+    """
     if model.device.type != "cuda" or not isinstance(backend, CapturableAttention):
         return None
-    return DecodeGraphs(
-        functools.partial(forward_flat, model.module),
-        backend,
-        functools.partial(CudaRecorder, model.device),
-        device=model.device,
-        vocab_size=model.vocab_size,
-        page_size=page_size,
-        max_batch_size=max_batch_size,
-        max_seq_len=model.max_seq_len,
-    )
+    try:
+        return DecodeGraphs(
+            functools.partial(forward_flat, model.module),
+            backend,
+            functools.partial(CudaRecorder, model.device),
+            device=model.device,
+            vocab_size=model.vocab_size,
+            page_size=page_size,
+            max_batch_size=max_batch_size,
+            max_seq_len=model.max_seq_len,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"the buffers of CUDA graphs for max_batch_size = {max_batch_size} sequences do not fit beside the weights on "
+            f"{model.device}: lower max_batch_size, or set cuda_graphs to false ({error})"
+        ) from error
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:

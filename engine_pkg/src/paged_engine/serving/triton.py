@@ -25,7 +25,7 @@ _BACKEND_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TEN
 def read_config(arguments: Mapping[str, str]) -> EngineConfig:
     """The configuration in what Triton passes to `initialize`.
 
-    An instance that Triton has placed on a GPU (KIND_GPU) runs there, unless the parameter `device` says otherwise.
+    An instance that Triton has placed on a GPU (KIND_GPU) runs there, unless the parameter `device` names another place.
 
     Raises:
         ConfigurationError: names the key, its value and what is allowed.
@@ -34,7 +34,7 @@ def read_config(arguments: Mapping[str, str]) -> EngineConfig:
     config = EngineConfig.from_parameters(
         {key: value["string_value"] for key, value in parameters.items() if key not in _BACKEND_PARAMETERS}
     )
-    if config.device == "auto" and arguments["model_instance_kind"] == "GPU":
+    if config.device in ("auto", "cuda") and arguments["model_instance_kind"] == "GPU":
         return config.model_copy(update={"device": f"cuda:{arguments['model_instance_device_id']}"})
     return config
 
