@@ -30,8 +30,8 @@ class Load:
         return self.num_requests * self.num_output_tokens
 
     def prompts(self, seed: int) -> list[list[int]]:
-        """Random token ids, the same for the same seed; two seeds share no prefix, so no prefix cache helps."""
-        chance = random.Random(seed)
+        """Random token ids, the same for the same load and seed; no two share a prefix, so no prefix cache helps."""
+        chance = random.Random(f"{self.name}, {seed}")
         return [chance.choices(VOCABULARY, k=self.num_prompt_tokens) for _ in range(self.num_requests)]
 
     def shortened(self) -> Load:
