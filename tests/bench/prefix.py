@@ -63,7 +63,9 @@ def main() -> None:
     times: dict[str, list[float]] = {cache: [] for cache in engines}
     chance = random.Random(0)
     for number in range(options.pairs + 1):  # the first warms up
-        prefix, *ends = (chance.choices(VOCABULARY, k=k) for k in (options.prefix_tokens, *[NUM_OWN_TOKENS] * 2))
+        prefix, *ends = (
+            chance.choices(VOCABULARY, k=k) for k in (options.prefix_tokens, *[NUM_OWN_TOKENS] * 2)
+        )
         for cache, engine in engines.items():
             first, second = (first_token_seconds(engine, prefix + end) for end in ends)
             say(f"prefix cache {cache}: first request {first * 1000:.0f} ms, second {second * 1000:.0f} ms")
@@ -75,12 +77,19 @@ def main() -> None:
         for cache, engine in engines.items()
     }
     rows = [
-        [f"prefix cache {name}", f"{median[cache] * 1e3:.1f}", f"{min(times[cache]) * 1e3:.1f}", f"{reused[cache]:,}"]
+        [
+            f"prefix cache {name}",
+            f"{median[cache] * 1e3:.1f}",
+            f"{min(times[cache]) * 1e3:.1f}",
+            f"{reused[cache]:,}",
+        ]
         for name, cache in (("on", "true"), ("off", "false"))
     ]
     title = f"TTFT of a second request, {options.prefix_tokens:,} tokens shared"
     print(f"\n{markdown_table([title, 'ms, median', 'ms, least', 'tokens not computed'], rows)}\n")
-    print(f"with the cache: {median['false'] / median['true']:.1f} times as quick (medians of {options.pairs})")
+    print(
+        f"with the cache: {median['false'] / median['true']:.1f} times as quick (medians of {options.pairs})"
+    )
     print(f"kept in {save('prefix', {'parameters': parameters, 'second_request_seconds': times})}")
 
 

@@ -12,8 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from paged_engine.loading import usable_cores
-
 CACHE_DIR = Path(os.environ.get("CACHE_DIR") or Path(__file__).parents[2] / ".cache").resolve()
 
 
@@ -50,7 +48,7 @@ def machine() -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
         "processor": _processor(),
-        "cores": usable_cores(),
+        "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         **{package: version(package) for package in ("torch", "transformers")},
     }

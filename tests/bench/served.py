@@ -88,10 +88,8 @@ def idle_share(server: TritonProcess, seconds: float) -> float:
     say(f"watching the idle server for {seconds:.0f} s")
     time.sleep(seconds)
     after = [process.cpu_times() for process in processes]
-    spent = sum(
-        b.user + b.system - a.user - a.system for a, b in zip(before, after, strict=True)
-    )
-    return spent / seconds
+    spent = sum(sum(b[:2]) - sum(a[:2]) for a, b in zip(before, after, strict=True))  # user and system time
+    return max(0.0, spent / seconds)
 
 
 def main() -> int:
