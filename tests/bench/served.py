@@ -28,13 +28,14 @@ from loads import Load, choose_loads
 from report import CACHE_DIR, markdown_table, save, say
 
 from paged_engine.tools.default_model import default_model
-from paged_engine.tools.ports import Ports
+from paged_engine.tools.ports import Ports, ServerError
 from paged_engine.tools.triton import TritonProcess
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 SERVED, ALONE = "through Triton", "engine alone"
 STREAMING_LOAD = Load(16, 128, 128)
 IDLE_S = 10.0
+READY_TIMEOUT_S = 600.0
 
 
 def percentiles(values: Sequence[float]) -> str:
@@ -113,7 +114,7 @@ def main() -> int:
         say("starting Triton")
         server = TritonProcess(REPOSITORY, Ports.free(), logs / "bench-triton.log", parameters=parameters)
         stack.callback(server.close)
-        server.wait_ready(600)
+        server.wait_ready(READY_TIMEOUT_S)
         url = f"{server.host}:{server.ports.grpc}"
         starters = {
             SERVED: lambda: Contender(SERVED, "served", {"url": url}, logs / "bench-client.log"),
@@ -126,9 +127,9 @@ def main() -> int:
             load = STREAMING_LOAD.shortened() if options.quick else STREAMING_LOAD
             try:
                 results["streaming"] = measure_streaming(client, load, num_rounds)
-            except ContenderError as error:
+                results["idle_share"] = idle_share(server, 2.0 if options.quick else IDLE_S)
+            except (ContenderError, psutil.Error) as error:
                 rounds.failures[SERVED] = str(error)
-            results["idle_share"] = idle_share(server, 2.0 if options.quick else IDLE_S)
     return publish(loads, rounds, results, parameters)
 
 
@@ -156,4 +157,7 @@ def publish(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ServerError as problem:
+        sys.exit(f"error: {problem}")
