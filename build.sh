@@ -51,7 +51,7 @@ Usage: ./build.sh VERB [ARGUMENTS]
   test [ARGS]         run the tests; ARGS go to pytest (tests/unit, -k name, -m slow, ...)
   lint                check the source: ruff, mypy, shellcheck, hadolint
   perf [ARGS]         load the server with perf_analyzer: throughput, time to first token, inter-token latency
-  bench [NAME] [ARGS] run tests/bench/NAME.py; without NAME, list what there is
+  bench [NAME] [ARGS] run a benchmark; without NAME, list them
   models [--write]    try every architecture of transformers; --write puts the table of results into README.md
   image               build the production image from the Dockerfile
   help                this text
@@ -69,6 +69,10 @@ Every verb does the set-up it needs first. Variables, with their defaults:
   EXIT_TIMEOUT=600       seconds that requests in flight get when the server is stopped
   TRITON_ARGS=           further arguments for tritonserver: "--log-verbose=1 --model-control-mode=explicit"
   IMAGE=paged-engine     name of the image
+
+Benchmarks, each with --help of its own:
+
+$(list_benchmarks)
 END
 }
 
@@ -111,7 +115,7 @@ stop_step() {
   if [[ -n $step_pid ]]; then kill -TERM -- "-$step_pid" 2>/dev/null || true; fi
 }
 
-# set_up GROUP...: bring the environment up to date for the groups: base, test, lint. Quick when it is.
+# set_up GROUP...: bring the environment up to date for the groups: base, test, bench, lint. Quick when it is.
 set_up() {
   if is_current "$@"; then return; fi
   mkdir -p "$VENV_DIR" "${SETUP_LOG%/*}"
@@ -207,6 +211,10 @@ install_base() {
 
 install_test() {
   run_step "installing the test tools" pip_install --no-build-isolation -e "./engine_pkg[test]"
+}
+
+install_bench() {
+  run_step "installing what benchmarks draw with" pip_install --no-build-isolation -e "./engine_pkg[bench]"
 }
 
 install_lint() {
@@ -338,17 +346,25 @@ verb_perf() {
     --cache-dir "$CACHE_DIR/perf_analyzer" "$@"
 }
 
+# benchmarks: print the files of tests/bench that are commands; the others are what these share.
+benchmarks() { grep -l '^def main(' tests/bench/*.py; }
+
+list_benchmarks() {
+  local file
+  while read -r file; do
+    printf '  %-19s %s\n' "$(basename "$file" .py)" "$(sed -n '1s/^"""//;1s/"""$//;1p' "$file")"
+  done < <(benchmarks)
+}
+
 verb_bench() {
   local name=${1:-} file
   if [[ -z $name ]]; then
-    for file in tests/bench/[!_]*.py; do
-      if [[ -e $file ]]; then printf '%-20s %s\n' "$(basename "$file" .py)" "$(sed -n '1s/^"""//;1s/"""$//;1p' "$file")"; fi
-    done
+    list_benchmarks
     return
   fi
   file="tests/bench/$name.py"
-  [[ -e $file ]] || fail "there is no benchmark $name ($file); ./build.sh bench lists what there is"
-  set_up base test
+  benchmarks | grep -qxF "$file" || fail "there is no benchmark $name; ./build.sh bench lists what there is"
+  set_up base test bench
   exec "$PYTHON" "$file" "${@:2}"
 }
 

@@ -22,11 +22,15 @@ def default_model(cache_dir: str | Path, dtype: str = "bfloat16") -> Path:
     Raises:
         ConfigurationError: the package that brings the model is not installed, or its file is damaged.
     """
-    return convert_gguf(_packaged_file(), cache_dir, dtype)
+    return convert_gguf(packaged_gguf(), cache_dir, dtype)
 
 
-def _packaged_file() -> Path:
-    """The GGUF file in the package, which cannot be imported without a llama.cpp that nobody needs here."""
+def packaged_gguf() -> Path:
+    """Return the GGUF file in the package, which cannot be imported without a llama.cpp that nobody needs here.
+
+    Raises:
+        ConfigurationError: the package is not installed.
+    """
     package = importlib.util.find_spec(_PACKAGE)
     folder = Path(package.origin).parent if package is not None and package.origin is not None else Path()
     files = sorted(folder.glob("*.gguf")) if package is not None else []
