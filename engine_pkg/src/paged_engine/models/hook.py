@@ -26,9 +26,7 @@ ATTENTION_NAME = "paged_engine"
 PROBE_NAME = "paged_engine_probe"
 """The same function under a name for which masks are described, so that the load can check them (probe.py)."""
 
-NO_ATTENTION_INTERFACE = (
-    "it does not take its attention from transformers' AttentionInterface, so that it cannot be given a paged cache"
-)
+NO_ATTENTION_INTERFACE = "it does not take its attention from transformers' AttentionInterface, so it cannot be given a paged cache"
 
 
 @dataclass(frozen=True)
@@ -123,13 +121,13 @@ def forward_flat(
         logits_to_keep=rows,
     )
     logits: torch.Tensor = output.logits[0]
-    return logits if _selects_rows(type(model)) else logits[rows]
+    return logits if _selects_rows(type(model).forward) else logits[rows]
 
 
 @lru_cache
-def _selects_rows(model_class: type[PreTrainedModel]) -> bool:
-    """Whether a class knows logits_to_keep; a few of transformers' do not and compute the logits of all rows."""
-    return "logits_to_keep" in inspect.signature(model_class.forward).parameters
+def _selects_rows(forward: Callable[..., Any]) -> bool:
+    """Whether a class's forward knows logits_to_keep; a few of transformers' do not and compute the logits of all rows."""
+    return "logits_to_keep" in inspect.signature(forward).parameters
 
 
 def _call_paged_attention(
