@@ -26,7 +26,7 @@ ATTENTION_NAME = "paged_engine"
 PROBE_NAME = "paged_engine_probe"
 """The same function under a name for which masks are described, so that the load can check them (probe.py)."""
 
-NO_ATTENTION_INTERFACE = "it does not take its attention from transformers' AttentionInterface, so it cannot be given a paged cache"
+NO_ATTENTION_INTERFACE = "it does not take its attention from transformers' AttentionInterface"
 
 
 @dataclass(frozen=True)
