@@ -59,6 +59,7 @@ def take_turn(engine: Engine, messages: list[dict[str, str]]) -> tuple[list[int]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_ten_turns_have_the_same_tokens_with_the_prefix_cache_and_without() -> None:
     caching, plain = load("true"), load("false")
     messages: list[dict[str, str]] = []
