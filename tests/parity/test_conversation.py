@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from paged_engine.config import EngineConfig
 from paged_engine.engine import Engine
 from paged_engine.loading import load_engine
@@ -13,7 +15,7 @@ from paged_engine.tools.default_model import default_model
 
 CACHE_DIR = Path(os.environ.get("CACHE_DIR") or Path(__file__).parents[2] / ".cache")
 PAGE_SIZE = 16
-MAX_TOKENS = 10
+MAX_TOKENS = 12
 QUESTIONS = (
     "What is the capital of France?",
     "And of Italy?",
@@ -56,6 +58,8 @@ def take_turn(engine: Engine, messages: list[dict[str, str]]) -> tuple[list[int]
     return token_ids, text, engine.statistics().num_prefix_cached_tokens - found_before
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_ten_turns_have_the_same_tokens_with_the_prefix_cache_and_without() -> None:
     caching, plain = load("true"), load("false")
     messages: list[dict[str, str]] = []
