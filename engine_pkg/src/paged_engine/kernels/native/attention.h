@@ -291,7 +291,7 @@ void attend(const AttentionLayer& layer, const AttentionStep& step, const Heads&
   const WorkList work(layer, step, Worker::kItemRows, Worker::padded(layer.pages.head_dim));
   if (work.num_items == 0) return;
   float* partials = (float*)scratch.reserve(work.partial_floats * sizeof(float));
-#pragma omp parallel num_threads(smaller(step.num_threads, work.num_items))
+#pragma omp parallel num_threads(team_size(step.num_threads, work.num_items))
   {
     TileScope tiles;
     Worker worker(layer, step, query, cache, sinks, out);

@@ -8,6 +8,10 @@
 
 namespace {
 
+// Threads for a loop over items: all of them, though some may find nothing to do, or only the calling one. With a number in
+// between, libgomp would end the threads by which a team is smaller than the one before it, and start them anew for the next.
+inline int team_size(int num_threads, int64_t num_items) { return num_items > 1 ? num_threads : 1; }
+
 // Calls f with a value of the element's C++ type, for its type alone.
 template <class Function>
 inline void with_type(ElementType type, Function f) {

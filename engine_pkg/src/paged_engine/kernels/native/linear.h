@@ -179,7 +179,7 @@ void run_linear(const Linear& linear, const Input* x, int64_t x_stride, int64_t 
   // Groups of at most kGroupPanels; the same number for every thread where there are few.
   int groups = ceil_div(pairs * 2, kGroupPanels);
   if (chunks == 1) groups = smaller(ceil_div(groups, num_threads) * num_threads, pairs);
-#pragma omp parallel num_threads(smaller(num_threads, groups * chunks))
+#pragma omp parallel num_threads(team_size(num_threads, groups * chunks))
   {
     TileScope tiles;
 #pragma omp for schedule(dynamic, 1) nowait
