@@ -75,9 +75,8 @@ class ResponseAssembler:
         self._options = parsed.options
         self._reports_logprobs = parsed.reports_logprobs
         self._owes_prompt_logprobs = parsed.request.sampling.prompt_logprobs is not None
-        self._prompt_entries = [
-            "null"
-        ]  # nothing comes before the first token that could tell how likely it is
+        # The prompt's first token has nothing before it that could tell how likely it is.
+        self._prompt_entries = ["null"]
         self._prompt_is_scored = False
         self._num_prompt_tokens = num_prompt_tokens
         self._decode_token = decode_token
