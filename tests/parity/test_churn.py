@@ -17,7 +17,7 @@ from paged_engine.errors import ErrorCode, RequestError
 from paged_engine.execution.sampling import SampledToken
 from paged_engine.request import GenerateRequest
 
-LONGEST_PROMPT, MOST_TOKENS = 90, 32
+MAX_SEQ_LEN, LONGEST_PROMPT, MOST_TOKENS = 80, 70, 24
 FORMS: list[dict[str, Any]] = [
     {"regex": "[a-f]{2,12}(xyz)?"},
     {"choice": ["yes", "no", "perhaps"]},
@@ -156,14 +156,14 @@ def assert_is_as_alone(
 @pytest.mark.parametrize(
     ("seed", "count", "parameters"),
     [
-        (1, 200, {"num_pages": 40}),
-        pytest.param(2, 400, {"num_pages": 36, "max_num_tokens": 9}, marks=pytest.mark.slow),
-        pytest.param(3, 400, {"num_pages": 40, "long_prefill_token_threshold": 5}, marks=pytest.mark.slow),
-        pytest.param(4, 400, {"num_pages": 40, "enable_prefix_caching": False}, marks=pytest.mark.slow),
+        (1, 200, {"num_pages": 26}),
+        pytest.param(2, 400, {"num_pages": 22, "max_num_tokens": 9}, marks=pytest.mark.slow),
+        pytest.param(3, 400, {"num_pages": 26, "long_prefill_token_threshold": 5}, marks=pytest.mark.slow),
+        pytest.param(4, 400, {"num_pages": 26, "enable_prefix_caching": False}, marks=pytest.mark.slow),
         pytest.param(
             5,
             400,
-            {"num_pages": 22, "page_size": 7, "chunking_policy": "equal_progress"},
+            {"num_pages": 13, "page_size": 7, "chunking_policy": "equal_progress"},
             marks=pytest.mark.slow,
         ),
     ],
@@ -172,14 +172,14 @@ def test_each_of_many_requests_is_as_if_alone(
     checkpoint: Path, seed: int, count: int, parameters: dict[str, Any]
 ) -> None:
     rng = random.Random(seed)
-    solo = engine(checkpoint, max_seq_len=140, max_num_tokens=512, enable_prefix_caching=False)
+    solo = engine(checkpoint, max_seq_len=MAX_SEQ_LEN, max_num_tokens=512, enable_prefix_caching=False)
     requests = random_churn(rng, count, solo)
     alone = {item.request_id: run(solo, item) for item in requests}
     assert not any(
         output.error for of_one in alone.values() for outputs in of_one.outputs.values() for output in outputs
     )
     cancelled = {item.request_id: rng.randrange(30) for item in rng.sample(requests, count // 8)}
-    target = engine(checkpoint, **{"max_seq_len": 140, "max_batch_size": 4, **parameters})
+    target = engine(checkpoint, **{"max_seq_len": MAX_SEQ_LEN, "max_batch_size": 4, **parameters})
     together = churn(target, requests, cancelled, rng)
     statistics = target.statistics()
     assert statistics.num_preemptions > count // 20

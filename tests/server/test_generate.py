@@ -282,7 +282,7 @@ def test_prompt_logprobs(tiny_server, tokenizer, way):
     assert not any("prompt_logprobs" in response for response in others)
     unknown, *entries = json.loads(first["prompt_logprobs"][0])
     assert unknown is None
-    for token_id, entry in zip(tokenizer.encode(text)[1:], entries, strict=True):
+    for token_id, entry in zip(tokenizer.encode(text).ids[1:], entries, strict=True):
         assert 2 <= len(entry) <= 3
         assert entry[str(token_id)]["decoded_token"] == tokenizer.decode([token_id])
         assert {1, 2} <= {value["rank"] for value in entry.values()}
@@ -290,7 +290,7 @@ def test_prompt_logprobs(tiny_server, tokenizer, way):
 
 def test_a_truncated_prompt_is_its_last_tokens(tiny_server, tokenizer):
     fields = {"max_tokens": 8, "temperature": 0, "return_num_input_tokens": True}
-    token_ids = tokenizer.encode("Hello there, how is it going?")
+    token_ids = tokenizer.encode("Hello there, how is it going?").ids
     expected = generate(tiny_server, {**fields, "input_ids": token_ids[-5:]}).checked()
     for prompt in ({"text_input": "Hello there, how is it going?"}, {"input_ids": token_ids}):
         answer = generate(tiny_server, {**fields, **prompt, "truncate_prompt_tokens": 5}).checked()

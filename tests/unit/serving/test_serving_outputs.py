@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,7 +62,7 @@ def test_types_and_shapes_are_those_declared(n: int) -> None:
     token = SampledToken(1, -0.5, 1)
     last = {"finish_reason": FinishReason.LENGTH, "logprobs": (token,), "cumulative_logprob": -0.5}
     first, *others = [output("a", 1, index=index, **last) for index in range(n)]
-    response = wanted.add([replace(first, prompt_logprobs=(token,)), *others])
+    response = wanted.add([output(prompt_logprobs=(token,)), first, *others])
     assert response is not None
     assert list(response.tensors) == [item.name for item in OUTPUTS]
     for item in OUTPUTS:
@@ -202,7 +201,10 @@ PROMPT_JSON = [
 def test_prompt_logprobs_are_in_the_first_response_only(stream: bool) -> None:
     wanted = assembler(prompt_logprobs=1, stream=stream)
     responses = [
-        wanted.add([output("", 1, prompt_logprobs=PROMPT_TOKENS)]),  # half a character: nothing to send yet
+        wanted.add([output(prompt_logprobs=PROMPT_TOKENS[:1])]),
+        wanted.add(
+            [output(prompt_logprobs=PROMPT_TOKENS[1:]), output("", 1)]
+        ),  # half a character: no text yet
         wanted.add([output("a", 2)]),
         wanted.add([output("b", 3, finish_reason=FinishReason.STOP)]),
     ]
@@ -214,14 +216,18 @@ def test_prompt_logprobs_are_in_the_first_response_only(stream: bool) -> None:
 
 def test_no_sequence_answers_before_the_prompt_logprobs_are_known() -> None:
     wanted = assembler(prompt_logprobs=1, stream=True, n=2)
-    assert wanted.add([output("x", 1, index=1)]) is None
-    response = wanted.add([output("a", 1, prompt_logprobs=PROMPT_TOKENS), output("y", 2, index=1)])
+    assert wanted.add([output(prompt_logprobs=PROMPT_TOKENS[:1]), output("x", 1, index=1)]) is None
+    response = wanted.add(
+        [output(prompt_logprobs=PROMPT_TOKENS[1:]), output("a", 1), output("y", 2, index=1)]
+    )
     assert values(response)["text_output"] == ["a", "xy"]
     assert json.loads(values(response)["prompt_logprobs"][0]) == PROMPT_JSON
 
 
 def test_prompt_logprobs_of_a_prompt_of_one_token_and_of_one_that_was_not_computed() -> None:
-    last = output("a", 1, prompt_logprobs=(), finish_reason=FinishReason.STOP)
+    last = output("a", 1, finish_reason=FinishReason.STOP)
     assert values(assembler(prompt_logprobs=1).add([last]))["prompt_logprobs"] == ["[null]"]
     last = output(finish_reason=FinishReason.TIMEOUT)
-    assert values(assembler(prompt_logprobs=1).add([last]))["prompt_logprobs"] == ["null"]
+    too_soon = assembler(prompt_logprobs=1)
+    assert too_soon.add([output(prompt_logprobs=PROMPT_TOKENS[:1])]) is None
+    assert values(too_soon.add([last]))["prompt_logprobs"] == ["null"]

@@ -12,6 +12,8 @@ from paged_engine.constraints import TokenConstraints
 from paged_engine.guided import GrammarState
 from paged_engine.request import SamplingParams
 
+_NOWHERE = range(0)
+
 
 class FinishReason(str, Enum):
     """Why a sequence ended well; the values stand in the `finish_reason` output."""
@@ -169,8 +171,8 @@ class ScheduledRange:
     def scored(self) -> range:
         """Positions whose logits tell how likely the prompt's next token is; empty where nobody asks, or knows already."""
         sequence = self.sequence
-        if not sequence.num_unscored:
-            return range(0)
+        if not sequence.scores_prompt:
+            return _NOWHERE
         return range(max(self.start, sequence.num_scored), min(self.end, sequence.num_prompt_tokens - 1))
 
 

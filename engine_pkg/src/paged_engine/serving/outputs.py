@@ -75,7 +75,9 @@ class ResponseAssembler:
         self._options = parsed.options
         self._reports_logprobs = parsed.reports_logprobs
         self._owes_prompt_logprobs = parsed.request.sampling.prompt_logprobs is not None
-        self._prompt_logprobs: tuple[SampledToken, ...] | None = None
+        # The prompt's first token has nothing before it that could tell how likely it is.
+        self._prompt_entries = ["null"]
+        self._prompt_is_scored = False
         self._num_prompt_tokens = num_prompt_tokens
         self._decode_token = decode_token
         num_sequences = parsed.request.sampling.n
@@ -93,13 +95,15 @@ class ResponseAssembler:
             pending.token_ids.extend(output.token_ids)
             pending.logprobs.extend(output.logprobs)
             self._finish_reasons[output.index] = output.finish_reason
-            if output.prompt_logprobs is not None:
-                self._prompt_logprobs = output.prompt_logprobs
+            self._prompt_entries += [
+                json.dumps(entry, allow_nan=False) for entry in self._entries(output.prompt_logprobs)
+            ]
+            self._prompt_is_scored |= output.index == 0 and len(output.token_ids) > 0
             if output.cumulative_logprob is not None:
                 self._cumulative_logprobs[output.index] = output.cumulative_logprob
         is_final = None not in self._finish_reasons
         has_text = any(pending.text for pending in self._pending)
-        is_held_back = self._owes_prompt_logprobs and self._prompt_logprobs is None
+        is_held_back = self._owes_prompt_logprobs and not self._prompt_is_scored
         if is_final or (self._options.stream and has_text and not is_held_back):
             return self._take(is_final)
         return None
@@ -122,21 +126,22 @@ class ResponseAssembler:
             values = [max(value, _FLOAT32_LOWEST) for value in self._cumulative_logprobs]
             tensors["cumulative_logprob"] = np.array(values, np.float32)
         if options.return_logprobs:
-            tensors["logprobs"] = _strings(
-                [self._logprobs_json(item.logprobs) if self._reports_logprobs else "null" for item in pending]
-            )
+            tensors["logprobs"] = _strings([self._logprobs_json(item.logprobs) for item in pending])
         if self._owes_prompt_logprobs:
             tensors["prompt_logprobs"] = _strings([self._take_prompt_logprobs()])
         return Response(tensors, is_final=is_final)
 
     def _take_prompt_logprobs(self) -> str:
-        """The first token has none, since nothing comes before it; "null" where the request ended before they were known."""
-        tokens, self._prompt_logprobs, self._owes_prompt_logprobs = self._prompt_logprobs, None, False
-        return "null" if tokens is None else self._logprobs_json(tokens, first=[None])
+        """As JSON; null where the request ended before its prompt was computed."""
+        entries, self._prompt_entries, self._owes_prompt_logprobs = self._prompt_entries, [], False
+        return f"[{', '.join(entries)}]" if self._prompt_is_scored else "null"
 
-    def _logprobs_json(self, tokens: Sequence[SampledToken], first: Sequence[None] = ()) -> str:
-        """A list over the tokens of {token_id: {logprob, rank, decoded_token}}, the token itself first; `first` is put before."""
-        entries: list[dict[str, Any] | None] = [*first]
+    def _logprobs_json(self, tokens: Sequence[SampledToken]) -> str:
+        return json.dumps(self._entries(tokens), allow_nan=False) if self._reports_logprobs else "null"
+
+    def _entries(self, tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
+        """For each token {token_id: {logprob, rank, decoded_token}}, the token itself first."""
+        entries = []
         for token in tokens:
             entry = {str(token.token_id): self._logprob_entry(token.token_id, token.logprob, token.rank)}
             for other in token.top:
@@ -144,7 +149,7 @@ class ResponseAssembler:
                     str(other.token_id), self._logprob_entry(other.token_id, other.logprob, other.rank)
                 )
             entries.append(entry)
-        return json.dumps(entries, allow_nan=False)
+        return entries
 
     def _logprob_entry(self, token_id: int, logprob: float | None, rank: int | None) -> dict[str, Any]:
         finite = logprob is not None and math.isfinite(logprob)
