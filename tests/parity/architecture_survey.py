@@ -117,7 +117,9 @@ def check_parity(
 def _one_line(message: str) -> str:
     """A message without what is this tiny model's alone: class, numbers of layers, what else it says behind a full stop."""
     message = " ".join(message.split()).split(". ")[0]
-    message = re.sub(r"^(the model( \(type '[^']*'\))?|\w+) cannot be \w+( over a paged cache)?: ", "", message)
+    message = re.sub(
+        r"^(the model( \(type '[^']*'\))?|\w+) cannot be \w+( over a paged cache)?: ", "", message
+    )
     message = re.sub(r"^attention was called .* layers \((.*)\)$", r"\1", message)
     message = re.sub(r"^\w*Attention\w* ", "its attention ", message)
     return message.replace("|", "\\|")
@@ -140,7 +142,9 @@ def render(findings: Mapping[str, Finding]) -> str:
     for name in ARCHITECTURES:
         if findings[name].verdict != SERVED:
             names.setdefault(findings[name], []).append(name)
-    for finding in sorted(names, key=lambda each: (each.verdict == NOT_TRIED, -len(names[each]), each.reason)):
+    for finding in sorted(
+        names, key=lambda each: (each.verdict == NOT_TRIED, -len(names[each]), each.reason)
+    ):
         lines.append(f"| {finding.verdict} | {finding.reason} | {', '.join(names[finding])} |")
     return "\n".join([*lines, "", "</details>", END])
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 from architecture_survey import (
     ARCHITECTURES,
@@ -30,12 +28,7 @@ other_version = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -66,5 +59,5 @@ def test_a_wrong_logit_is_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """What the survey relies on: a model that is served with other logits fails it, instead of being listed."""
     assert examine("llama", tmp_path / "right") == Finding(SERVED)
     monkeypatch.setattr("architecture_survey.TOLERANCE", 0.0)
-    with pytest.raises(AssertionError, match="not close|not equal"):
+    with pytest.raises(AssertionError, match=r"not close|not equal"):
         examine("llama", tmp_path / "wrong")

@@ -12,6 +12,8 @@ import pytest
 from architecture_survey import NUM_GREEDY, check_parity
 from tiny_models import MAX_POSITIONS, save_tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ORIGINAL = 32
 """Positions before the rotary embedding was stretched."""
 LENGTHS = (150, ORIGINAL - 7, 9)

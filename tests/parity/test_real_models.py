@@ -77,7 +77,9 @@ def check_greedy_text(checkpoint: Path, texts: Mapping[str, str]) -> dict[str, i
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
     for name, prompt in prompts.items():
         with torch.inference_mode():
-            logits = model(torch.tensor([prompt + answers[name]]), logits_to_keep=NUM_TOKENS + 1).logits[0, :-1]
+            logits = model(torch.tensor([prompt + answers[name]]), logits_to_keep=NUM_TOKENS + 1).logits[
+                0, :-1
+            ]
         chosen = logits.gather(1, torch.tensor(answers[name])[:, None])[:, 0]
         behind = logits.max(dim=1).values - chosen
         assert behind.max() <= TOLERANCE, (name, int((behind > TOLERANCE).nonzero()[0]))

@@ -219,7 +219,8 @@ def test_shard_that_is_missing_or_truncated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"), [("{", "not valid JSON"), ("{}", "no weight_map"), ('{"weight_map": 1}', "no weight_map")]
+    ("content", "problem"),
+    [("{", "not valid JSON"), ("{}", "no weight_map"), ('{"weight_map": 1}', "no weight_map")],
 )
 def test_broken_index(tmp_path: Path, content: str, problem: str) -> None:
     save_sharded(tmp_path)
