@@ -115,7 +115,7 @@ stop_step() {
   if [[ -n $step_pid ]]; then kill -TERM -- "-$step_pid" 2>/dev/null || true; fi
 }
 
-# set_up GROUP...: bring the environment up to date for the groups: base, test, bench, lint. Quick when it is.
+# set_up GROUP...: bring the environment up to date for the groups: base, test, slow, bench, lint. Quick when it is.
 set_up() {
   if is_current "$@"; then return; fi
   mkdir -p "$VENV_DIR" "${SETUP_LOG%/*}"
@@ -211,6 +211,10 @@ install_base() {
 
 install_test() {
   run_step "installing the test tools" pip_install --no-build-isolation -e "./engine_pkg[test]"
+}
+
+install_slow() {
+  run_step "installing what the slow tests need" pip_install --no-build-isolation -e "./engine_pkg[slow]"
 }
 
 install_bench() {
@@ -311,11 +315,14 @@ verb_chat() {
 }
 
 verb_test() {
-  local argument paths=(tests)
+  local argument paths=(tests) groups=(base test)
   for argument in "$@"; do
-    case $argument in tests | tests/* | ./tests* | *.py | *.py::* | "$ROOT"/*) paths=() ;; esac
+    case $argument in
+      tests | tests/* | ./tests* | *.py | *.py::* | "$ROOT"/*) paths=() ;;
+      slow | -mslow | "slow or"* | *"or slow") groups+=(slow) ;;
+    esac
   done
-  set_up base test
+  set_up "${groups[@]}"
   HF_HUB_OFFLINE=1 exec "$PYTHON" -m pytest "${paths[@]}" "$@"
 }
 

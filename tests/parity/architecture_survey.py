@@ -13,7 +13,7 @@ import random
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,17 +74,24 @@ def examine(name: str, folder: Path) -> Finding:
 
 
 @torch.inference_mode()
-def check_parity(folder: Path) -> None:
-    """Two prompts mixed, in chunks over small pages, then greedy tokens: logits as of transformers' plain forward.
+def check_parity(
+    folder: Path, prompt_lengths: Sequence[int] = PROMPT_LENGTHS, max_seq_len: int = MAX_POSITIONS
+) -> None:
+    """Prompts mixed, in chunks over small pages, then greedy tokens: logits as of transformers' plain forward.
+
+    Args:
+        folder: a tiny model's checkpoint.
+        prompt_lengths: tokens of each sequence's prompt, to which NUM_GREEDY come.
+        max_seq_len: what the model is loaded with.
 
     Raises:
         ConfigurationError: the model is refused.
         AssertionError: a logit differs by more than TOLERANCE.
     """
-    model = load_tiny(folder, max_seq_len=MAX_POSITIONS)
+    model = load_tiny(folder, max_seq_len=max_seq_len)
     paged = HandBuilt(model, PAGE_SIZE, "torch")
     generator = random.Random(model.hf_config.model_type)
-    sequences = [paged.sequence([generator.randrange(3, 128) for _ in range(n)]) for n in PROMPT_LENGTHS]
+    sequences = [paged.sequence([generator.randrange(3, 128) for _ in range(n)]) for n in prompt_lengths]
     logits: dict[int, list[torch.Tensor]] = {id(sequence): [] for sequence in sequences}
     while working := [sequence for sequence in sequences if sequence.num_uncomputed]:
         step_logits = paged.step(*((each, min(CHUNK, each.num_uncomputed)) for each in working))

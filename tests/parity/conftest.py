@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from hand_built import load_tiny
 from model_pair import Pair
 from tiny_models import save_tiny_model
@@ -24,3 +25,12 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
         return pairs[name]
 
     return make
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """With tensors as small as a tiny model's, more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

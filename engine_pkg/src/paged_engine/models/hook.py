@@ -27,6 +27,7 @@ PROBE_NAME = "paged_engine_probe"
 """The same function under a name for which masks are described, so that the load can check them (probe.py)."""
 
 NO_ATTENTION_INTERFACE = "it does not take its attention from transformers' AttentionInterface"
+"""Why a model is refused whose attention cannot be exchanged, wherever that shows."""
 
 
 @dataclass(frozen=True)

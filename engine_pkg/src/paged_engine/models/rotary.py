@@ -43,6 +43,6 @@ def _length_dependent_types(module: nn.Module) -> list[tuple[str, int]]:
         own = parameters if layer_type is None else parameters[layer_type]
         if rope_type == "longrope":
             limits.append((rope_type, int(own["original_max_position_embeddings"])))
-        elif rope_type == "dynamic":
+        elif "dynamic" in rope_type:
             limits.append((rope_type, int(module.original_max_seq_len)))  # type: ignore[arg-type]
     return limits
