@@ -54,10 +54,10 @@ FROM packages AS packages-gpu
 ARG FLASHINFER_VERSION=0.7.4
 RUN "$VIRTUAL_ENV/bin/pip" install "flashinfer-python==$FLASHINFER_VERSION"
 ENV CUDA_HOME=/opt/cuda-toolkit/nvidia/cu13
-# The release that this torch is built with. Its packages have no names without version numbers to link with, and
-# libcuda is the driver's: an empty one of its name will do for linking.
+# The release that this torch is built with; cublas is for headers that the norms include. Its packages have no names
+# without version numbers to link with, and libcuda is the driver's: an empty one of its name will do for linking.
 ARG CUDA_TOOLKIT_VERSION=13.0.3
-RUN "$VIRTUAL_ENV/bin/pip" install --target /opt/cuda-toolkit "cuda-toolkit[nvcc,cudart,cccl,curand]==$CUDA_TOOLKIT_VERSION" \
+RUN "$VIRTUAL_ENV/bin/pip" install --target /opt/cuda-toolkit "cuda-toolkit[nvcc,cudart,cccl,cublas,curand]==$CUDA_TOOLKIT_VERSION" \
     && ln -s libcudart.so.13 "$CUDA_HOME/lib/libcudart.so" \
     && mkdir "$CUDA_HOME/lib/stubs" \
     && g++ -shared -Wl,-soname,libcuda.so.1 -o "$CUDA_HOME/lib/stubs/libcuda.so" -x c++ /dev/null \
