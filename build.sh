@@ -50,6 +50,7 @@ Usage: ./build.sh VERB [ARGUMENTS]
   chat                hold a conversation, with the server that is running or else one started for it
   test [ARGS]         run the tests; ARGS go to pytest (tests/unit, -k name, -m slow, ...)
   lint                check the source: ruff, mypy, shellcheck, hadolint
+  sanitize [ARGS]     run the tests of the native kernels under the address and undefined-behaviour sanitizers
   perf [ARGS]         load the server with perf_analyzer: throughput, time to first token, inter-token latency
   bench [NAME] [ARGS] run a benchmark; without NAME, list them
   models [--write]    try every architecture of transformers; --write puts the table of results into README.md
@@ -326,6 +327,15 @@ verb_test() {
   HF_HUB_OFFLINE=1 exec "$PYTHON" -m pytest "${paths[@]}" "$@"
 }
 
+verb_sanitize() {
+  local name preload=()
+  set_up base test
+  for name in libasan.so libubsan.so; do preload+=("$("${CXX:-g++}" -print-file-name="$name")"); done
+  # Python itself never frees all it allocates, so leaks say nothing.
+  PAGED_ENGINE_CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g1 -O1" ASAN_OPTIONS=detect_leaks=0 \
+    LD_PRELOAD="${preload[*]}" exec "$PYTHON" -m pytest tests/unit/kernels "$@"
+}
+
 verb_lint() {
   local folder folders status=0
   # Tests pass wrong things on purpose, and tables of keyword arguments.
@@ -396,7 +406,7 @@ main() {
   local verb=${1:-help}
   cd "$ROOT"
   case $verb in
-    setup | demo | serve | chat | test | lint | perf | bench | models | image) "verb_$verb" "${@:2}" ;;
+    setup | demo | serve | chat | test | sanitize | lint | perf | bench | models | image) "verb_$verb" "${@:2}" ;;
     help | -h | --help) show_help ;;
     *)
       show_help >&2
