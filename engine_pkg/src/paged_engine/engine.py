@@ -144,17 +144,24 @@ class Engine:
         """Compute one batch and return what it brought, in plan order.
 
         A fault while computing ends the sequences of this step with INTERNAL and leaves the others untouched.
+
+        Raises:
+            RuntimeError: the device can do nothing any more.
         """
         plan = self.scheduler.plan()
         if not plan.ranges:
             return []
         sampling = [item.sequence for item in plan.ranges if item.samples]
+        failed: list[Output] | None = None
         try:
             logits = self._runner.execute(build_batch(plan, self.config.page_size, self._runner.device))
             tokens = self._sampler.sample(logits, sampling)
         except Exception as error:
             logger.exception("a step of %d tokens failed", plan.num_tokens)
-            return self._fail(plan, error)
+            failed = self._fail(plan, error)
+        if failed is not None:
+            self._runner.recover()
+            return failed
         self.scheduler.advance(plan)
         outputs: list[Output] = []
         for sequence, token in zip(sampling, tokens, strict=True):
@@ -178,8 +185,10 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where a page is lost, shared by two writers, or held by nobody the scheduler knows."""
+        """Raise IntegrityError where a page is lost, shared by two writers, or held by nobody the scheduler knows; and what
+        CUDA raises where the device can do nothing any more."""
         self.scheduler.check_integrity()
+        self._runner.recover()
 
     def _accept(self, sequence: Sequence, token: SampledToken | RequestError) -> list[Output]:
         """Take one sampled token into its sequence. A fault on the way ends the request, all its sequences included."""
