@@ -73,3 +73,53 @@ def test_those_of_the_step_fail_and_the_rest_goes_on(
     if "c" in rest:
         assert [output.token_ids for output in rest["c"]] == expected
     assert engine.statistics().num_pages_used == 0
+
+
+class OnGpu:
+    """A runner's model, as far as recovery asks: it says that it lies on a GPU."""
+
+    device = torch.device("cuda:0")
+
+
+@pytest.fixture
+def calls(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What recovery asks of CUDA, in order."""
+    made: list[str] = []
+    monkeypatch.setattr(engine._runner, "_model", OnGpu())
+    monkeypatch.setattr(type(engine._runner), "device", torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: made.append("empty_cache"))
+    return made
+
+
+def test_what_a_failed_step_held_is_given_back(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
+    add(engine, "a", [3, 4, 5])
+    with monkeypatch.context() as short:
+        short.setattr(engine._runner, "_forward", exhausted)
+        assert [output.error is None for output in engine.step()] == [False]
+    assert calls == ["synchronize", "empty_cache"]
+    add(engine, "a", [3, 4, 5])
+    while engine.has_work:
+        assert not any(output.error for output in engine.step())
+    assert calls == ["synchronize", "empty_cache"], "a good step waits for nothing"
+
+
+def test_a_gpu_that_can_do_nothing_any_more(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
+    """The service ends what is in flight, finds that the engine is unsound, and says that it is not ready."""
+
+    def dead(_: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", dead)
+    add(engine, "a", [3, 4, 5])
+    with monkeypatch.context() as short:
+        short.setattr(engine._runner, "_forward", exhausted)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            engine.step()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        engine.check_integrity()
+    assert not engine.has_work

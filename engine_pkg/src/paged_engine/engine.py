@@ -149,19 +149,29 @@ class Engine:
         """Compute one batch and return what it brought: scores of prompts, then new tokens, both in plan order.
 
         A fault while computing ends the sequences of this step with INTERNAL and leaves the others untouched.
+
+        Raises:
+            RuntimeError: the device can do nothing any more.
         """
         plan = self.scheduler.plan()
         if not plan.ranges:
             return []
         sampling = [item.sequence for item in plan.ranges if item.samples]
+<<<<<<< HEAD
         scoring = [item for item in plan.ranges if item.scored]
+=======
+        failed: list[Output] | None = None
+>>>>>>> w-gpu-recover
         try:
             logits = self._runner.execute(build_batch(plan, self.config.page_size, self._runner.device))
             scores = score_prompts(logits[len(sampling) :], scoring)
             tokens = self._sampler.sample(logits[: len(sampling)], sampling)
         except Exception as error:
             logger.exception("a step of %d tokens failed", plan.num_tokens)
-            return self._fail(plan, error)
+            failed = self._fail(plan, error)
+        if failed is not None:
+            self._runner.recover()
+            return failed
         self.scheduler.advance(plan)
         outputs: list[Output] = []
         for item, prompt_tokens in zip(scoring, scores, strict=True):
@@ -187,8 +197,10 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where a page is lost, shared by two writers, or held by nobody the scheduler knows."""
+        """Raise IntegrityError where a page is lost, shared by two writers, or held by nobody the scheduler knows; and what
+        CUDA raises where the device can do nothing any more."""
         self.scheduler.check_integrity()
+        self._runner.recover()
 
     def _accept_scores(self, sequence: Sequence, prompt_tokens: list[SampledToken]) -> list[Output]:
         """Hand on what a step has found out about a prompt; logits that are not finite end the request."""

@@ -87,6 +87,9 @@ class AlphabetModel:
         self.steps_to_go = None
         self.may_step.set()
 
+    def recover(self) -> None:
+        """There is nothing to give back."""
+
     def execute(self, batch: Any) -> torch.Tensor:
         if self.steps_to_go == 0:
             self.may_step.clear()

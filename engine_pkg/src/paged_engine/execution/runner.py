@@ -66,6 +66,17 @@ class ModelRunner:
             self._backend.plan(batch)
             return self._forward(batch.token_ids, batch.positions, batch.logit_rows).float()
 
+    def recover(self) -> None:
+        """Give back the memory that a failed step has left. To be called when its error is gone, whose frames hold tensors.
+
+        Raises:
+            RuntimeError: CUDA's own; after an error of some kinds (an illegal address, say) a process can do nothing any
+                more on its GPU.
+        """
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+            torch.cuda.empty_cache()
+
     def capture_graphs(self, dummy_page: int) -> None:
         """Record the graphs, once the pages are bound; `dummy_page` is a page of the cache that no sequence is given."""
         if self._graphs is not None:
