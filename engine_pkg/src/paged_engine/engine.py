@@ -157,11 +157,8 @@ class Engine:
         if not plan.ranges:
             return []
         sampling = [item.sequence for item in plan.ranges if item.samples]
-<<<<<<< HEAD
         scoring = [item for item in plan.ranges if item.scored]
-=======
         failed: list[Output] | None = None
->>>>>>> w-gpu-recover
         try:
             logits = self._runner.execute(build_batch(plan, self.config.page_size, self._runner.device))
             scores = score_prompts(logits[len(sampling) :], scoring)
