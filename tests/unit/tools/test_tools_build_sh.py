@@ -11,7 +11,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-VERBS = ("setup", "demo", "serve", "chat", "test", "sanitize", "lint", "perf", "bench", "models", "image", "help")
+VERBS = (
+    "setup",
+    "demo",
+    "serve",
+    "chat",
+    "test",
+    "sanitize",
+    "lint",
+    "perf",
+    "bench",
+    "models",
+    "image",
+    "help",
+)
 VARIABLES = (
     "HTTP_PORT=8000",
     "GRPC_PORT=8001",
