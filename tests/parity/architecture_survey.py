@@ -131,7 +131,7 @@ def render(findings: Mapping[str, Finding]) -> str:
     lines = [
         BEGIN,
         f"<details><summary>With transformers {transformers.__version__}, {len(served)} of its {len(ARCHITECTURES)} "
-        "causal language models are served, each seen to give its logits</summary>",
+        "causal language models are served, each seen to compute the same logits</summary>",
         "",
         f"Served: {', '.join(served)}.",
         "",
