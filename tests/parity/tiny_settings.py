@@ -174,7 +174,8 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "hy_v4": _LATENT,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "llama": {"hidden_size": 48, "num_attention_heads": 6},
+    # A window that its attention does not know would still shorten the cache of transformers' own `generate`.
+    "llama": {"hidden_size": 48, "num_attention_heads": 6, "sliding_window": None},
     "longcat_flash": _LATENT,
     "mamba2": {"num_heads": 4},
     "minicpm3": _LATENT,
