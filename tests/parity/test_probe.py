@@ -115,10 +115,17 @@ def test_attention_that_differs_from_what_is_passed(
 def test_logits_of_a_model_that_cannot_leave_any_out(llama: PreTrainedModel) -> None:
     """Some classes do not know logits_to_keep: the wanted rows are then taken from all of them."""
     llama.set_attn_implementation("eager")
-    forward = llama.forward
-    token_ids, rows = torch.arange(3, 9), torch.tensor([1, 4])
-    wanted = forward_flat(llama, token_ids, torch.arange(6), rows)
-    llama.forward = lambda logits_to_keep, **keywords: forward(**keywords)
-    assert wanted.shape == (2, 128)
-    torch.testing.assert_close(forward_flat(llama, token_ids, torch.arange(6), rows), wanted)
+
+    class AllRows(type(llama)):
+        def forward(self, **keywords: Any) -> Any:
+            del keywords["logits_to_keep"]
+            return super().forward(**keywords)
+
+    token_ids = torch.arange(3, 9)
+    for rows in (torch.tensor([1, 4]), torch.tensor([5, 0, 1, 2, 3, 4])):
+        wanted = forward_flat(llama, token_ids, torch.arange(6), rows)
+        assert wanted.shape == (len(rows), 128)
+        before, llama.__class__ = llama.__class__, AllRows
+        torch.testing.assert_close(forward_flat(llama, token_ids, torch.arange(6), rows), wanted)
+        llama.__class__ = before
     assert wanted.device == CPU

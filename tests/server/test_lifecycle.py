@@ -132,7 +132,7 @@ def test_loads_that_fail_say_why_and_the_corrected_one_works(loaded_server, tmp_
     for wrong, words in (
         WRONG[0],
         ({"model": nowhere}, ["model must be", nowhere]),
-        ({"model": str(corrupt)}, ["cannot load the model", str(corrupt)]),
+        ({"model": str(corrupt)}, [str(corrupt), "is cut off"]),
     ):
         check_refused(server, {**right, **wrong}, words)
     text = generate(server, HELLO).checked().text
