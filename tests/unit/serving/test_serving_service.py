@@ -191,6 +191,14 @@ def test_text_that_is_being_made_ends_at_the_deadline(serve: Serve, stream: bool
     wait_until(lambda: served.metrics.value("llm_requests_total", outcome="timeout") == 1)
 
 
+def test_a_deadline_in_ages_ends_nothing(serve: Serve) -> None:
+    served = serve()
+    assert served.ask(timeout_ms=2**63 - 1).wait().text == ALPHABET
+    served.assert_clean()
+    assert served.ask().wait().text == ALPHABET
+    assert served.service.is_ready()
+
+
 def test_a_timeout_of_zero_is_none(serve: Serve) -> None:
     assert serve(default_timeout_ms=1).ask(timeout_ms=0).wait().text == ALPHABET
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_WAIT_S = 3600.0
+"""Deadlines may lie further ahead than a queue can be made to wait."""
+
 
 class StepLoop:
     """Adds, aborts and steps. Other threads leave it calls to make; whatever it decides goes through the ledger."""
@@ -95,11 +98,11 @@ class StepLoop:
                 self._statistics = self._engine.statistics()
 
     def _make_calls(self) -> None:
-        """Make the calls left by other threads; without work, wait for one, or for the next deadline."""
+        """Make the calls left by other threads; without work, wait for one, or for the next deadline, if that is not too long."""
         if not self._engine.has_work:
-            patience = max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
+            patience = self._deadlines[0][0] - time.monotonic() if self._deadlines else _LONGEST_WAIT_S
             try:
-                self._calls.get(timeout=patience)()
+                self._calls.get(timeout=min(max(0.0, patience), _LONGEST_WAIT_S))()
             except queue.Empty:
                 return
         while True:
