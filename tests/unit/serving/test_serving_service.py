@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
-from serving_harness import MemoryResponder, ServedModel, wait_until
+from serving_harness import WAIT_S, MemoryResponder, ServedModel, wait_until
 
+from paged_engine.request import GenerateRequest
 from paged_engine.serving.sources import RawRequest
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -17,7 +19,7 @@ Serve = Callable[..., ServedModel]
 
 
 def threads_of_a_service() -> list[str]:
-    names = ("sender", "step-loop", "intake", "intake-large")
+    names = ("sender", "step-loop", "intake", "intake-large", "intake-guided")
     return [thread.name for thread in threading.enumerate() if thread.name in names]
 
 
@@ -143,6 +145,27 @@ def test_a_large_prompt_does_not_hold_up_small_ones(serve: Serve) -> None:
     assert not large.is_done
     tokenized.set()
     assert "prompt too long" in large.wait().error
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"bad_words": ["slow" * 20_000]}, {"structured_outputs": {"regex": "slow"}}]
+)
+def test_what_takes_long_to_prepare_does_not_hold_up_others(serve: Serve, parameters: dict[str, Any]) -> None:
+    served = serve()
+    prepared = threading.Event()
+    prepare = served.engine.prepare
+
+    def prepare_slowly(request: GenerateRequest) -> Any:
+        assert "slow" not in str(request.sampling) or prepared.wait(WAIT_S)
+        return prepare(request)
+
+    served.engine.prepare = prepare_slowly  # type: ignore[method-assign]
+    slow = served.ask(sampling_parameters=json.dumps(parameters).encode())
+    assert served.ask().wait().text == ALPHABET
+    assert not slow.is_done
+    prepared.set()
+    slow.wait()
+    served.assert_clean()
 
 
 # Deadlines
