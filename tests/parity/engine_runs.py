@@ -58,10 +58,11 @@ class Answers:
         return [token for output in self.outputs[name, index] for token in output.logprobs]
 
     def prompt_logprobs(self, name: str, index: int = 0) -> list[SampledToken]:
-        """At most one output may have them, the first one with a token."""
-        given = [output.prompt_logprobs for output in self.outputs[name, index]]
-        assert not any(given[1:])
-        return list(given[0] or ())
+        """They may come in parts, none of them behind the first new token."""
+        outputs = self.outputs[name, index]
+        num_parts = next((i for i, output in enumerate(outputs) if output.token_ids), len(outputs))
+        assert not any(output.prompt_logprobs for output in outputs[num_parts:])
+        return [token for output in outputs[:num_parts] for token in output.prompt_logprobs]
 
     def ending(self, name: str, index: int = 0) -> FinishReason | RequestError | None:
         outputs = self.outputs[name, index]

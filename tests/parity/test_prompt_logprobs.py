@@ -141,7 +141,7 @@ def test_what_ends_before_its_prompt_is_computed_has_none(checkpoint: Path) -> N
     target.add(target.prepare(request("a", PROMPT, prompt_logprobs=2)))
     target.step()
     [last] = target.abort("a", FinishReason.TIMEOUT)
-    assert (last.prompt_logprobs, last.finish_reason) == (None, FinishReason.TIMEOUT)
+    assert (last.prompt_logprobs, last.finish_reason) == ((), FinishReason.TIMEOUT)
 
 
 def test_a_long_prompt_is_scored_in_bounded_parts(
@@ -162,6 +162,8 @@ def test_a_long_prompt_is_scored_in_bounded_parts(
     wanted = [request(f"{i}", prompt, prompt_logprobs=0, max_tokens=4) for i, prompt in enumerate(prompts)]
     answers = run(target, *wanted)
     assert 128 <= max(rows) <= 256 + 3
+    parts = [len(output.prompt_logprobs) for outputs in answers.outputs.values() for output in outputs]
+    assert max(parts) <= 128
     for item, prompt in zip(wanted, prompts, strict=True):
         assert_scores_of_transformers(reference, prompt, answers.prompt_logprobs(item.request_id), 0)
 

@@ -41,9 +41,9 @@ class Output:
     """The new tokens, an end-of-sequence token included."""
     logprobs: tuple[SampledToken, ...] = ()
     """One for each new token, where the request asked for logprobs."""
-    prompt_logprobs: tuple[SampledToken, ...] | None = None
-    """One for each token of the prompt but its first, where the request asked for prompt_logprobs: with the first token of the
-    first sequence."""
+    prompt_logprobs: tuple[SampledToken, ...] = ()
+    """One for each of the prompt's next tokens, where the request asked for prompt_logprobs: from the first sequence, as they
+    are computed; all but the first have come when its first new token comes."""
     cumulative_logprob: float | None = None
     """Sum over all tokens so far, where the request asked for logprobs."""
     finish_reason: FinishReason | None = None
@@ -87,13 +87,6 @@ class _Generation:
             min_tokens=sampling.min_tokens,
         )
         self.cumulative_logprob: float | None = None if sampling.logprobs is None else 0.0
-        self.prompt_logprobs: list[SampledToken] | None = [] if sequence.scores_prompt else None
-        """What is known so far; None once it is in an output, or where it is not wanted."""
-
-    def take_prompt_logprobs(self) -> tuple[SampledToken, ...] | None:
-        """The prompt's log-probabilities, once."""
-        taken, self.prompt_logprobs = self.prompt_logprobs, None
-        return None if taken is None else tuple(taken)
 
 
 class Engine:
@@ -198,15 +191,17 @@ class Engine:
         self.scheduler.check_integrity()
 
     def _accept_scores(self, sequence: Sequence, prompt_tokens: list[SampledToken]) -> list[Output]:
-        """Keep what a step has found out about a prompt; logits that are not finite end the request."""
-        generation = self._generations[sequence.request_id][sequence.index]
+        """Tell what a step has found out about a prompt; logits that are not finite end the request."""
         if any(token.logprob is None or math.isnan(token.logprob) for token in prompt_tokens):
             return self.abort(sequence.request_id, not_finite("some token of the prompt"))
-        assert generation.prompt_logprobs is not None, (
-            "only sequences that score their prompt have scored positions"
-        )
-        generation.prompt_logprobs += prompt_tokens
-        return []
+        return [
+            Output(
+                request_id=sequence.request_id,
+                index=sequence.index,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                prompt_logprobs=tuple(prompt_tokens),
+            )
+        ]
 
     def _accept(self, sequence: Sequence, token: SampledToken | RequestError) -> list[Output]:
         """Take one sampled token into its sequence. A fault on the way ends the request, all its sequences included."""
@@ -234,7 +229,6 @@ class Engine:
                 text=text,
                 token_ids=(token.token_id,),
                 logprobs=() if sequence.sampling.logprobs is None else (token,),
-                prompt_logprobs=generation.take_prompt_logprobs(),
                 cumulative_logprob=generation.cumulative_logprob,
                 finish_reason=reason,
             )

@@ -202,7 +202,10 @@ PROMPT_JSON = [
 def test_prompt_logprobs_are_in_the_first_response_only(stream: bool) -> None:
     wanted = assembler(prompt_logprobs=1, stream=stream)
     responses = [
-        wanted.add([output("", 1, prompt_logprobs=PROMPT_TOKENS)]),  # half a character: nothing to send yet
+        wanted.add([output(prompt_logprobs=PROMPT_TOKENS[:1])]),
+        wanted.add(
+            [output(prompt_logprobs=PROMPT_TOKENS[1:]), output("", 1)]
+        ),  # half a character: no text yet
         wanted.add([output("a", 2)]),
         wanted.add([output("b", 3, finish_reason=FinishReason.STOP)]),
     ]
@@ -214,14 +217,15 @@ def test_prompt_logprobs_are_in_the_first_response_only(stream: bool) -> None:
 
 def test_no_sequence_answers_before_the_prompt_logprobs_are_known() -> None:
     wanted = assembler(prompt_logprobs=1, stream=True, n=2)
-    assert wanted.add([output("x", 1, index=1)]) is None
-    response = wanted.add([output("a", 1, prompt_logprobs=PROMPT_TOKENS), output("y", 2, index=1)])
+    assert wanted.add([output(prompt_logprobs=PROMPT_TOKENS[:1]), output("x", 1, index=1)]) is None
+    assert wanted.add([output(prompt_logprobs=PROMPT_TOKENS[1:])]) is None
+    response = wanted.add([output("a", 1), output("y", 2, index=1)])
     assert values(response)["text_output"] == ["a", "xy"]
     assert json.loads(values(response)["prompt_logprobs"][0]) == PROMPT_JSON
 
 
 def test_prompt_logprobs_of_a_prompt_of_one_token_and_of_one_that_was_not_computed() -> None:
-    last = output("a", 1, prompt_logprobs=(), finish_reason=FinishReason.STOP)
+    last = output("a", 1, finish_reason=FinishReason.STOP)
     assert values(assembler(prompt_logprobs=1).add([last]))["prompt_logprobs"] == ["[null]"]
-    last = output(finish_reason=FinishReason.TIMEOUT)
-    assert values(assembler(prompt_logprobs=1).add([last]))["prompt_logprobs"] == ["null"]
+    outputs = [output(prompt_logprobs=PROMPT_TOKENS), output(finish_reason=FinishReason.TIMEOUT)]
+    assert values(assembler(prompt_logprobs=1).add(outputs))["prompt_logprobs"] == ["null"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,10 @@ class ResponseAssembler:
         self._options = parsed.options
         self._reports_logprobs = parsed.reports_logprobs
         self._owes_prompt_logprobs = parsed.request.sampling.prompt_logprobs is not None
-        self._prompt_logprobs: tuple[SampledToken, ...] | None = None
+        self._knows_prompt_logprobs = False
+        self._prompt_logprobs = ["null"]
+        """JSON for each of the prompt's tokens, made as they come: all at once it would hold up the other requests for
+        seconds. The first token has none, since nothing comes before it."""
         self._num_prompt_tokens = num_prompt_tokens
         self._decode_token = decode_token
         num_sequences = parsed.request.sampling.n
@@ -93,13 +96,14 @@ class ResponseAssembler:
             pending.token_ids.extend(output.token_ids)
             pending.logprobs.extend(output.logprobs)
             self._finish_reasons[output.index] = output.finish_reason
-            if output.prompt_logprobs is not None:
-                self._prompt_logprobs = output.prompt_logprobs
+            if self._owes_prompt_logprobs and output.index == 0:
+                self._prompt_logprobs += map(self._logprobs_entry, output.prompt_logprobs)
+                self._knows_prompt_logprobs |= bool(output.token_ids)
             if output.cumulative_logprob is not None:
                 self._cumulative_logprobs[output.index] = output.cumulative_logprob
         is_final = None not in self._finish_reasons
         has_text = any(pending.text for pending in self._pending)
-        is_held_back = self._owes_prompt_logprobs and self._prompt_logprobs is None
+        is_held_back = self._owes_prompt_logprobs and not self._knows_prompt_logprobs
         if is_final or (self._options.stream and has_text and not is_held_back):
             return self._take(is_final)
         return None
@@ -130,21 +134,21 @@ class ResponseAssembler:
         return Response(tensors, is_final=is_final)
 
     def _take_prompt_logprobs(self) -> str:
-        """The first token has none, since nothing comes before it; "null" where the request ended before they were known."""
-        tokens, self._prompt_logprobs, self._owes_prompt_logprobs = self._prompt_logprobs, None, False
-        return "null" if tokens is None else self._logprobs_json(tokens, first=[None])
+        """What is there is sent once; "null" where the request ended before everything was known."""
+        entries, self._prompt_logprobs, self._owes_prompt_logprobs = self._prompt_logprobs, [], False
+        return _list(entries) if self._knows_prompt_logprobs else "null"
 
-    def _logprobs_json(self, tokens: Sequence[SampledToken], first: Sequence[None] = ()) -> str:
-        """A list over the tokens of {token_id: {logprob, rank, decoded_token}}, the token itself first; `first` is put before."""
-        entries: list[dict[str, Any] | None] = [*first]
-        for token in tokens:
-            entry = {str(token.token_id): self._logprob_entry(token.token_id, token.logprob, token.rank)}
-            for other in token.top:
-                entry.setdefault(
-                    str(other.token_id), self._logprob_entry(other.token_id, other.logprob, other.rank)
-                )
-            entries.append(entry)
-        return json.dumps(entries, allow_nan=False)
+    def _logprobs_json(self, tokens: Sequence[SampledToken]) -> str:
+        return _list(map(self._logprobs_entry, tokens))
+
+    def _logprobs_entry(self, token: SampledToken) -> str:
+        """{token_id: {logprob, rank, decoded_token}}, the token itself first."""
+        entry = {str(token.token_id): self._logprob_entry(token.token_id, token.logprob, token.rank)}
+        for other in token.top:
+            entry.setdefault(
+                str(other.token_id), self._logprob_entry(other.token_id, other.logprob, other.rank)
+            )
+        return json.dumps(entry, allow_nan=False)
 
     def _logprob_entry(self, token_id: int, logprob: float | None, rank: int | None) -> dict[str, Any]:
         finite = logprob is not None and math.isfinite(logprob)
@@ -153,6 +157,11 @@ class ResponseAssembler:
             "rank": rank,
             "decoded_token": self._decode_token(token_id),
         }
+
+
+def _list(entries: Iterable[str]) -> str:
+    """A JSON list of values that are JSON already."""
+    return f"[{', '.join(entries)}]"
 
 
 def _strings(values: Sequence[str]) -> npt.NDArray[np.object_]:
