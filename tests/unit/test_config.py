@@ -90,7 +90,7 @@ def test_one_token_more_than_the_floor_is_enough() -> None:
 
 
 def test_a_sequence_must_have_room_for_an_answer() -> None:
-    with pytest.raises(ConfigurationError, match="max_seq_len must be at least 2, .*, got 1"):
+    with pytest.raises(ConfigurationError, match=r"max_seq_len must be at least 2, .*, got 1"):
         EngineConfig.from_parameters(parameters(max_seq_len="1"))
     assert EngineConfig.from_parameters(parameters(max_seq_len="2")).max_seq_len == 2
 
