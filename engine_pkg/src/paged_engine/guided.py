@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _MAX_CACHED = 256
 _MAX_SHOWN_CHARACTERS = 300
+_MAX_GRAMMAR_CHARACTERS = 1 << 18
+"""Compiling a grammar of so many takes a second, and more by their square."""
 
 
 class GrammarState:
@@ -111,19 +113,27 @@ class GrammarCompiler:
 
 def _grammar_of(wanted: StructuredOutputs) -> str:
     """In llguidance's own notation, with all options in it."""
+    try:
+        return _written(wanted)
+    except (ValueError, RecursionError) as error:  # nested too deeply, half of a surrogate pair, …
+        raise RequestError.invalid(f"structured_outputs is not valid: {_in_short(str(error))}") from None
+
+
+def _written(wanted: StructuredOutputs) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
-        return grammar_from("choice", json.dumps(wanted.choice))
+        # As one terminal: alternatives of a rule are limited to 2000, and take time by the square of their number.
+        return grammar_from("grammar", "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, wanted.choice)))
     if wanted.grammar is not None:
-        try:
-            return grammar_from("grammar", wanted.grammar)
-        except ValueError as error:
+        if len(wanted.grammar) > _MAX_GRAMMAR_CHARACTERS:
             raise RequestError.invalid(
-                f"structured_outputs.grammar is not valid: {_in_short(str(error))}"
-            ) from None
+                f"structured_outputs.grammar must have at most {_MAX_GRAMMAR_CHARACTERS} characters, "
+                f"got {len(wanted.grammar)}"
+            )
+        return grammar_from("grammar", wanted.grammar)
     schema: Any = {"type": "object"} if wanted.json_schema is None else wanted.json_schema
     if isinstance(schema, str):
         try:

@@ -59,8 +59,12 @@ class SamplingParams(BaseModel):
     )
     seed: Whole | None = Field(None, ge=0, le=_MAX_UINT64, description="a whole number from 0 to 2^64 - 1")
     n: Whole = Field(1, ge=1, le=128, description="a whole number from 1 to 128")
-    stop: Strings = Field(default_factory=list, description="a list of strings, none of them empty")
-    bad_words: Strings = Field(default_factory=list, description="a list of strings")
+    stop: Strings = Field(
+        default_factory=list, max_length=256, description="a list of at most 256 strings, none of them empty"
+    )
+    bad_words: Strings = Field(
+        default_factory=list, max_length=4096, description="a list of at most 4096 strings"
+    )
     stop_token_ids: list[Whole] = Field(default_factory=list, description="a list of token ids")
     allowed_token_ids: list[Whole] | None = Field(None, description="a list of at least one token id")
     logit_bias: dict[Whole, Decimal] = Field(
@@ -94,7 +98,9 @@ class SamplingParams(BaseModel):
     @model_validator(mode="after")
     def _check_together(self) -> SamplingParams:
         if "" in self.stop:
-            raise ValueError("stop must be a list of strings, none of them empty, got an empty one")
+            raise ValueError(
+                "stop must be a list of at most 256 strings, none of them empty, got an empty one"
+            )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must be a list of at least one token id, got an empty one")
         if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):

@@ -11,7 +11,10 @@ from paged_engine.validation import Flag
 
 
 def _from_text(value: object) -> object:
-    return json.loads(value) if isinstance(value, str) else value
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 class StructuredOutputs(BaseModel):

@@ -20,6 +20,8 @@ _FALSE = ("false", "0")
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
     """The known key that `key` is probably a misspelling of, or None when nothing is close."""
+    if len(key) > _MAX_SHOWN_CHARACTERS:
+        return None  # the search takes time by the length
     matches = difflib.get_close_matches(key.lower(), list(known), n=1, cutoff=0.5)
     return matches[0] if matches else None
 

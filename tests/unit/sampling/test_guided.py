@@ -194,6 +194,13 @@ def test_a_grammar_and_other_controls_that_exclude_each_other_end_their_sequence
     assert isinstance(results[1], SampledToken)
 
 
+def test_one_of_many_choices() -> None:
+    choices = [f"{number:05}" for number in range(20_000)] + ["", '"\\ \n', "0"]
+    sequences = [guided({"choice": choices}, seed, temperature=1.0) for seed in range(5)]
+    texts = generate(sequences, random.Random(0))
+    assert set(texts) <= set(choices)
+
+
 def test_a_grammar_that_cannot_be_followed_ends_its_sequence_only() -> None:
     """Here because the output was not made under it."""
     stuck = guided({"choice": ["t"]}, 0)
@@ -217,6 +224,11 @@ def test_a_grammar_that_cannot_be_followed_ends_its_sequence_only() -> None:
         ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
         ({"json": {"type": "string", "format": "banana"}}, "banana"),
+        ({"json": {"const": "\ud800"}}, "hex escape"),
+        ({"json": json.loads('{"items":' * 400 + "{}" + "}" * 400)}, "recursion"),
+        ({"regex": "\ud800"}, "surrogates"),
+        ({"choice": ["\ud800"]}, "hex escape"),
+        ({"grammar": 'start: "' + "a" * (1 << 18) + '"'}, "at most 262144 characters"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_with_the_reason(form: dict[str, Any], reason: str) -> None:
@@ -239,6 +251,7 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(form: dict[str, Any]
         {"regexp": "a"},
         {"regex": 5},
         [1],
+        "[" * 100_000,
     ],
 )
 def test_a_value_that_is_not_exactly_one_form_is_refused(value: object) -> None:

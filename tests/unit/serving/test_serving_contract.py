@@ -218,6 +218,19 @@ def test_sampling_parameters_are_a_json_object(text: str) -> None:
         CONTRACT.parse(RawRequest({"text_input": [b"a"], "sampling_parameters": [text.encode()]}), "7")
 
 
+@pytest.mark.parametrize("source", ["sampling_parameters", "the request parameters"])
+def test_json_of_megabytes_is_refused_unread(source: str) -> None:
+    text = '{"stop_token_ids": [' + "1, " * 2_000_000 + "1]}"
+    tensors = {"text_input": [b"a"]}
+    raw = (
+        RawRequest({**tensors, "sampling_parameters": [text.encode()]})
+        if source == "sampling_parameters"
+        else RawRequest(tensors, text)
+    )
+    with pytest.raises(RequestError, match=f"{source} must have at most 4194304 characters, got 60000"):
+        CONTRACT.parse(raw, "7")
+
+
 # Strictness
 
 
@@ -272,6 +285,7 @@ def test_what_does_not_exist_is_refused_by_name(key: str) -> None:
     ("key", "neutral", "other"),
     [
         ("beam_width", 1, 2),
+        ("beam_width", 1, 10**400),
         ("length_penalty", 1.0, 0.5),
         ("end_id", 5, 6),
         ("pad_id", 2, 0),
@@ -344,6 +358,13 @@ def test_stop_strings() -> None:
     assert parse(None, None, {"stop": "\n"}).request.sampling.stop == ["\n"]
     assert "none of them empty" in error_of({"stop": [b""]})
     assert "none of them empty" in error_of(None, {"stop": ["a", ""]})
+
+
+@pytest.mark.parametrize(("name", "limit"), [("stop", 256), ("bad_words", 4096)])
+def test_lists_of_words_are_bounded(name: str, limit: int) -> None:
+    words = [f"word {number}" for number in range(limit + 1)]
+    assert len(getattr(parse(None, {name: words[1:]}).request.sampling, name)) == limit
+    assert error_of(None, {name: words}).startswith(f"{name} must be a list of at most {limit} strings")
 
 
 def test_an_empty_string_in_stop_words_and_bad_words_is_none() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
-from serving_harness import MemoryResponder, ServedModel, wait_until
+from serving_harness import WAIT_S, MemoryResponder, ServedModel, wait_until
 
+from paged_engine.request import GenerateRequest
 from paged_engine.serving.sources import RawRequest
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -17,7 +19,7 @@ Serve = Callable[..., ServedModel]
 
 
 def threads_of_a_service() -> list[str]:
-    names = ("sender", "step-loop", "intake", "intake-large")
+    names = ("sender", "step-loop", "intake", "intake-large", "intake-guided")
     return [thread.name for thread in threading.enumerate() if thread.name in names]
 
 
@@ -145,6 +147,27 @@ def test_a_large_prompt_does_not_hold_up_small_ones(serve: Serve) -> None:
     assert "prompt too long" in large.wait().error
 
 
+@pytest.mark.parametrize(
+    "parameters", [{"bad_words": ["slow" * 20_000]}, {"structured_outputs": {"regex": "slow"}}]
+)
+def test_what_takes_long_to_prepare_does_not_hold_up_others(serve: Serve, parameters: dict[str, Any]) -> None:
+    served = serve()
+    prepared = threading.Event()
+    prepare = served.engine.prepare
+
+    def prepare_slowly(request: GenerateRequest) -> Any:
+        assert "slow" not in str(request.sampling) or prepared.wait(WAIT_S)
+        return prepare(request)
+
+    served.engine.prepare = prepare_slowly  # type: ignore[method-assign]
+    slow = served.ask(sampling_parameters=json.dumps(parameters).encode())
+    assert served.ask().wait().text == ALPHABET
+    assert not slow.is_done
+    prepared.set()
+    slow.wait()
+    served.assert_clean()
+
+
 # Deadlines
 
 
@@ -189,6 +212,22 @@ def test_text_that_is_being_made_ends_at_the_deadline(serve: Serve, stream: bool
     served.model.go_on()
     served.assert_clean()
     wait_until(lambda: served.metrics.value("llm_requests_total", outcome="timeout") == 1)
+
+
+def test_a_deadline_in_ages_ends_nothing(serve: Serve) -> None:
+    served = serve()
+    assert served.ask(timeout_ms=2**63 - 1).wait().text == ALPHABET
+    served.assert_clean()
+    assert served.ask().wait().text == ALPHABET
+    assert served.service.is_ready()
+
+
+def test_deadlines_of_ended_requests_do_not_pile_up(serve: Serve) -> None:
+    served = serve(max_batch_size=4)
+    for _ in range(40):
+        for answer in [served.ask(timeout_ms=2**63 - 1, max_tokens=1) for _ in range(20)]:
+            answer.wait()
+    assert len(served.service._loop._deadlines) < 400
 
 
 def test_a_timeout_of_zero_is_none(serve: Serve) -> None:

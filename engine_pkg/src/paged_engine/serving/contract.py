@@ -57,7 +57,8 @@ class ParsedRequest:
     """Whether text_output begins with the prompt."""
     reports_logprobs: bool
     """Whether the request set `logprobs`; without it the output `logprobs` is JSON's null, as in vllm_backend."""
-    num_prompt_bytes: int
+    num_bytes: int
+    """Size of all its strings and token ids."""
     timeout_ms: int
     """Milliseconds from arrival to the deadline; 0 is none."""
 
@@ -88,7 +89,7 @@ class Contract:
         for name in raw.tensors.keys() - INPUTS_BY_NAME.keys():
             raise RequestError.invalid(unknown_key("input", name, INPUTS_BY_NAME))
         values, given_names = merged_values(raw)
-        prompt, num_prompt_bytes = self._prompt(raw.tensors, values)
+        prompt = self._prompt(raw.tensors, values)
         self._check_neutral(values)
         sampling = _validated(SamplingParams, values, given_names)
         options = _validated(Options, values, given_names)
@@ -107,12 +108,11 @@ class Contract:
             options=options,
             prepend_prompt=self._prepends_prompt(options),
             reports_logprobs=reports_logprobs,
-            num_prompt_bytes=num_prompt_bytes,
+            num_bytes=raw.num_bytes,
             timeout_ms=self._config.default_timeout_ms if options.timeout_ms is None else options.timeout_ms,
         )
 
-    def _prompt(self, tensors: Mapping[str, Sequence[Any]], values: Mapping[str, Any]) -> tuple[Prompt, int]:
-        """The prompt, and its size in bytes."""
+    def _prompt(self, tensors: Mapping[str, Sequence[Any]], values: Mapping[str, Any]) -> Prompt:
         names = [item.name for item in INPUTS if item.role is Role.PROMPT and item.name in tensors]
         if len(names) != 1:
             found = " and ".join(names) or "none of them"
@@ -128,9 +128,9 @@ class Contract:
                 f"at most max_prompt_bytes = {self._config.max_prompt_bytes} are taken"
             )
         if name == "input_ids":
-            return list(elements), num_bytes
+            return list(elements)
         text = decode_text(name, only_element(name, elements))
-        return (text if name == "text_input" else _chat(text, values)), num_bytes
+        return text if name == "text_input" else _chat(text, values)
 
     def _check_neutral(self, values: Mapping[str, Any]) -> None:
         for name in NOT_BUILT & values.keys():
@@ -191,7 +191,7 @@ def _equals(value: Any, neutral: Any) -> bool:
         return False
     try:
         return float(value) == neutral
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
 
 

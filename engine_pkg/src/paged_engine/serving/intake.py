@@ -1,4 +1,4 @@
-"""Intake: tokenizes and checks requests off the step thread, small prompts never behind a large one."""
+"""Intake: tokenizes and checks requests off the step thread, small ones never behind a large one or one with a grammar."""
 
 from __future__ import annotations
 
@@ -6,39 +6,47 @@ import queue
 import threading
 from collections.abc import Callable
 
+from paged_engine.serving.contract import ParsedRequest
 from paged_engine.serving.ticket import Ticket
 
-_LARGE_PROMPT_BYTES = 64 * 1024
-"""A prompt beyond this takes the other lane; tokenizing so many bytes takes some ten milliseconds."""
+_LARGE_REQUEST_BYTES = 64 * 1024
+"""A request beyond this takes another lane; tokenizing so many bytes takes some ten milliseconds."""
 
 
 class Intake:
-    """Two lanes with a thread each; requests of one lane keep their order."""
+    """Three lanes with a thread each; requests of one lane keep their order."""
 
     def __init__(self, prepare: Callable[[Ticket], None]) -> None:
         """
         Args:
             prepare: does the work for one request and must not raise.
         """
-        self._prepare = prepare
         self._small = _Lane(prepare, "intake")
         self._large = _Lane(prepare, "intake-large")
+        self._guided = _Lane(prepare, "intake-guided")
+
+    @property
+    def _lanes(self) -> tuple[_Lane, ...]:
+        return (self._small, self._large, self._guided)
 
     def start(self) -> None:
         """Start the threads."""
-        self._small.thread.start()
-        self._large.thread.start()
+        for lane in self._lanes:
+            lane.thread.start()
 
-    def put(self, ticket: Ticket, num_prompt_bytes: int) -> None:
+    def put(self, ticket: Ticket, parsed: ParsedRequest) -> None:
         """Have this request prepared; any thread."""
-        lane = self._large if num_prompt_bytes > _LARGE_PROMPT_BYTES else self._small
+        if parsed.request.sampling.structured_outputs is not None:
+            lane = self._guided  # nobody knows how long a grammar takes to compile
+        else:
+            lane = self._large if parsed.num_bytes > _LARGE_REQUEST_BYTES else self._small
         lane.tickets.put(ticket)
 
     def close(self, timeout_s: float) -> None:
         """Work off what was put before, then end the threads."""
-        for lane in (self._small, self._large):
+        for lane in self._lanes:
             lane.tickets.put(None)
-        for lane in (self._small, self._large):
+        for lane in self._lanes:
             lane.thread.join(timeout_s)
 
 

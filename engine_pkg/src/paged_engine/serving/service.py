@@ -93,7 +93,7 @@ class Service:
             self._refuse(ticket, error)
             return
         self._loop.watch_deadline(ticket)
-        self._intake.put(ticket, parsed.num_prompt_bytes)
+        self._intake.put(ticket, parsed)
 
     def is_ready(self) -> bool:
         """Whether requests are taken in and being worked on."""

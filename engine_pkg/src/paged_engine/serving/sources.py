@@ -33,6 +33,8 @@ _JSON_KEYS = frozenset(
     | GUIDE_KEYS
 )
 """What `sampling_parameters` and request parameters may carry, besides the keys of other servers."""
+_MAX_JSON_CHARACTERS = 4 << 20
+"""More than a `logit_bias` of a whole vocabulary takes. While JSON is read, nothing else runs in this process."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,14 @@ class RawRequest:
     """The elements of each input; bytes for strings."""
     parameters: str = "{}"
     """Triton's request parameters: a JSON object of strings, numbers and booleans."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all strings and token ids."""
+        return len(self.parameters) + sum(
+            sum(map(len, elements)) if elements and isinstance(elements[0], bytes) else 4 * len(elements)
+            for elements in self.tensors.values()
+        )
 
 
 def merged_values(raw: RawRequest) -> tuple[dict[str, Any], dict[str, str]]:
@@ -117,6 +127,10 @@ def parse_json(name: str, text: str) -> Any:
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:
+    if len(text) > _MAX_JSON_CHARACTERS:
+        raise RequestError.invalid(
+            f"{name} must have at most {_MAX_JSON_CHARACTERS} characters, got {len(text)}"
+        )
     value = parse_json(name, text)
     if not isinstance(value, dict):
         raise RequestError.invalid(f"{name} must be a JSON object, got {shown(text)}")
