@@ -89,6 +89,12 @@ def test_one_token_more_than_the_floor_is_enough() -> None:
     assert config.max_num_tokens == 33
 
 
+def test_a_sequence_must_have_room_for_an_answer() -> None:
+    with pytest.raises(ConfigurationError, match=r"max_seq_len must be at least 2, .*, got 1"):
+        EngineConfig.from_parameters(parameters(max_seq_len="1"))
+    assert EngineConfig.from_parameters(parameters(max_seq_len="2")).max_seq_len == 2
+
+
 def test_a_model_is_required() -> None:
     with pytest.raises(ConfigurationError, match="model must be the path of a checkpoint"):
         EngineConfig.from_parameters({"model": "${MODEL}"})

@@ -131,7 +131,13 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> EngineConfig:
-        """A step must hold more than one page and more than one token for each sequence (the chunk unit is the page)."""
+        """A sequence must hold a prompt and an answer, a step more than one page and more than one token for each sequence
+        (the chunk unit is the page)."""
+        if self.max_seq_len == 1:
+            raise ValueError(
+                "max_seq_len must be at least 2, a token of the prompt and one of the answer, or 0 for the checkpoint's, "
+                "got 1"
+            )
         floor = self._most_tokens_of_one_kind
         if self.max_num_tokens and self.max_num_tokens <= floor:
             raise ValueError(

@@ -222,6 +222,14 @@ def test_a_deadline_in_ages_ends_nothing(serve: Serve) -> None:
     assert served.service.is_ready()
 
 
+def test_deadlines_of_ended_requests_do_not_pile_up(serve: Serve) -> None:
+    served = serve(max_batch_size=4)
+    for _ in range(40):
+        for answer in [served.ask(timeout_ms=2**63 - 1, max_tokens=1) for _ in range(20)]:
+            answer.wait()
+    assert len(served.service._loop._deadlines) < 400
+
+
 def test_a_timeout_of_zero_is_none(serve: Serve) -> None:
     assert serve(default_timeout_ms=1).ask(timeout_ms=0).wait().text == ALPHABET
 

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 3600.0
 """Deadlines may lie further ahead than a queue can be made to wait."""
+_SPARE_DEADLINES = 256
+"""So many deadlines of ended requests are kept at least before they are looked for."""
 
 
 class StepLoop:
@@ -37,6 +39,8 @@ class StepLoop:
         self._metrics = metrics
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._deadlines: list[tuple[float, str]] = []
+        """A heap; those of requests that have ended are in it, too."""
+        self._most_deadlines = _SPARE_DEADLINES
         self._in_engine: dict[str, Ticket] = {}
         self._queued: dict[str, Ticket] = {}
         """Those in the engine that no step has worked on."""
@@ -53,7 +57,7 @@ class StepLoop:
         """End this request when its deadline passes, wherever it is then; any thread."""
         if ticket.deadline is not None:
             deadline = (ticket.deadline, ticket.request_id)
-            self._calls.put(lambda: heapq.heappush(self._deadlines, deadline))
+            self._calls.put(lambda: self._add_deadline(deadline))
 
     def add(self, ticket: Ticket) -> None:
         """Hand a prepared request to the engine; any thread."""
@@ -111,6 +115,15 @@ class StepLoop:
             except queue.Empty:
                 return
             call()
+
+    def _add_deadline(self, deadline: tuple[float, str]) -> None:
+        """Keep it; now and then forget those of requests that have ended, or the latest would pile up."""
+        heapq.heappush(self._deadlines, deadline)
+        if len(self._deadlines) > self._most_deadlines:
+            live = {ticket.request_id for ticket in self._ledger.live()}
+            self._deadlines = [item for item in self._deadlines if item[1] in live]
+            heapq.heapify(self._deadlines)
+            self._most_deadlines = 2 * len(self._deadlines) + _SPARE_DEADLINES
 
     def _add(self, ticket: Ticket) -> None:
         if ticket.is_finished or ticket.prepared is None:
