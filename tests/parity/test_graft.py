@@ -12,8 +12,10 @@ from grafting import BF16_SIZES, Grafted, make_backend, reference_logits, tokens
 from hand_built import CPU, load_tiny
 from tiny_models import VOCAB_SIZE, save_tiny_model
 from transformers import AutoModelForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from paged_engine.execution.batch import build_batch
+from paged_engine.models.decoder_layer import Norm
 from paged_engine.models.graft import graft_model
 from paged_engine.models.grafted_model import GraftedModel
 from paged_engine.scheduling.sequence import ScheduledRange, StepPlan
@@ -126,3 +128,14 @@ def test_code_that_does_something_else_is_noticed(
     assert isinstance(grafted, GraftedModel) == (change["says"] is None)
     if change["says"] is not None:
         assert change["says"] in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_with_a_few_large_weights_is_read_rightly(dtype: torch.dtype) -> None:
+    """As Gemma 3 has them: beside weights in the hundreds, w and 1 + w are the same to within bfloat16's rounding."""
+    module = Gemma3RMSNorm(64).to(dtype)
+    with torch.no_grad():
+        module.weight.copy_(torch.linspace(-0.5, 0.5, 64))
+        module.weight[::16] = 300.0
+    read = Norm.read(module)
+    torch.testing.assert_close(read.weight, 1 + module.weight.float())

@@ -71,10 +71,14 @@ class Norm:
         x = x.to(parameter.dtype)
         got = module(x).float()
         normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
-        for weight in (parameter.detach().float(), 1 + parameter.detach().float()):
-            if (got - normed * weight).norm() <= 4 * torch.finfo(x.dtype).eps * got.norm():
-                return cls(weight, epsilon, parameter)
-        raise NotRecognised(f"{type(module).__name__} is no RMS norm")
+        # Where some weights are large the other candidate is within rounding too, as a whole: the nearer one is meant.
+        weight = min(
+            (parameter.detach().float(), 1 + parameter.detach().float()),
+            key=lambda candidate: float((got - normed * candidate).norm()),
+        )
+        if (got - normed * weight).norm() > 4 * torch.finfo(x.dtype).eps * got.norm():
+            raise NotRecognised(f"{type(module).__name__} is no RMS norm")
+        return cls(weight, epsilon, parameter)
 
 
 @dataclass(frozen=True)
