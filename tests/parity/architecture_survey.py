@@ -64,7 +64,9 @@ def examine(name: str, folder: Path) -> Finding:
         if not config.is_encoder_decoder:
             make_tiny_model(config).save_pretrained(folder)
         as_published.save_pretrained(folder)
-    except Exception as error:  # transformers wants other packages or settings for this one
+    except ImportError:  # which one it misses first depends on what happens to be installed
+        return Finding(NOT_TRIED, "transformers wants packages for it that are not among the requirements")
+    except Exception as error:  # transformers wants other settings for this one
         return Finding(NOT_TRIED, _one_line(f"{type(error).__name__}: {error}"))
     try:
         check_parity(folder)
