@@ -49,7 +49,10 @@ def load_engine(config: EngineConfig) -> Engine:
     # In a thread that ends, and its OpenMP team with it: libgomp counts the team members of all threads, and where there
     # are more of them than cores it lets each sleep instead of wait, in every one of a step's hundreds of loops.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as thread:
-        return thread.submit(_load, config).result()
+        engine = thread.submit(_load, config).result()
+    # Torch keeps a number of its own for each thread that has begun to compute.
+    torch.set_num_threads(engine.config.num_threads)
+    return engine
 
 
 def _load(config: EngineConfig) -> Engine:
