@@ -26,6 +26,7 @@ from paged_engine.tools.triton import die_with_parent
 
 _PROMPT = "Write a short story about a lighthouse keeper who finds a letter in a bottle."
 _PERCENTILES = (50, 90, 99)
+_MAX_TRIES = 3
 _NS_PER_MS = 1e6
 _NS_PER_S = 1e9
 
@@ -67,7 +68,7 @@ def _measure(
     concurrency: int,
     num_requests: int,
 ) -> Load:
-    """Run perf_analyzer once and read its records."""
+    """Run perf_analyzer and read its records; again where it ends well but has written only the beginning of them."""
     with tempfile.TemporaryDirectory() as scratch:
         input_file, export_file = Path(scratch) / "input.json", Path(scratch) / "export.json"
         request = {
@@ -85,19 +86,24 @@ def _measure(
             f"--profile-export-file={export_file}",
         ]
         command += [f"--concurrency-range={concurrency}", f"--request-count={num_requests}"]
-        run = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            preexec_fn=die_with_parent(),
-        )
-        if run.returncode != 0 or not export_file.is_file():
-            raise PerfAnalyzerError(
-                f"perf_analyzer failed (exit code {run.returncode})\n{run.stdout}{run.stderr}"
+        for _ in range(_MAX_TRIES):
+            run = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                preexec_fn=die_with_parent(),
             )
-        return _read_records(json.loads(export_file.read_text()), concurrency)
+            if run.returncode != 0 or not export_file.is_file():
+                raise PerfAnalyzerError(
+                    f"perf_analyzer failed (exit code {run.returncode})\n{run.stdout}{run.stderr}"
+                )
+            try:
+                return _read_records(json.loads(export_file.read_text()), concurrency)
+            except json.JSONDecodeError:
+                _say("  … perf_analyzer has not written all its records: once more")
+        raise PerfAnalyzerError(f"perf_analyzer left its records unfinished {_MAX_TRIES} times")
 
 
 def _read_records(export: dict[str, Any], concurrency: int) -> Load:
