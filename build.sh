@@ -68,7 +68,7 @@ Every verb does the set-up it needs first. Variables, with their defaults:
   TORCH_INDEX_URL=       index that pip takes torch from, for a build of choice (CPU only, another CUDA version)
   READY_TIMEOUT=600      seconds until the model must be ready
   EXIT_TIMEOUT=600       seconds that requests in flight get when the server is stopped
-  TRITON_ARGS=           further arguments for tritonserver: "--log-verbose=1 --model-control-mode=explicit"
+  TRITON_ARGS=           further arguments for tritonserver: "--log-verbose=1 --log-format=ISO8601"
   IMAGE=paged-engine     name of the image
 
 Benchmarks, each with --help of its own:
@@ -289,7 +289,7 @@ server() {
     --repository "$MODEL_REPOSITORY" --model "$MODEL" "${default[@]}" --parameters "$PARAMETERS" \
     --http-port "$HTTP_PORT" --grpc-port "$GRPC_PORT" --metrics-port "$METRICS_PORT" \
     --log-file "$CACHE_DIR/logs/triton-$HTTP_PORT.log" \
-    --ready-timeout "$READY_TIMEOUT" --exit-timeout "$EXIT_TIMEOUT" --triton-arguments "$TRITON_ARGS" "$@"
+    --ready-timeout "$READY_TIMEOUT" --exit-timeout "$EXIT_TIMEOUT" --triton-arguments="$TRITON_ARGS" "$@"
 }
 
 verb_setup() {
