@@ -343,7 +343,7 @@ verb_lint() {
     --disable-error-code=arg-type --disable-error-code=type-arg --disable-error-code=var-annotated
     --disable-error-code=misc
     --cache-dir=.cache/mypy-tests) # other options would make mypy start afresh each time
-  set_up base test lint
+  set_up base test bench lint
   "$PYTHON" -m ruff check . || status=1
   "$PYTHON" -m ruff format --check . || status=1
   "$PYTHON" -m mypy engine_pkg/src client/src || status=1
