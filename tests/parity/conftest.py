@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hand_built import load_tiny
 from model_pair import Pair
+from tiny_checkpoint import save_tiny_checkpoint
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +27,12 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
         return pairs[name]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a byte-level tokenizer, for whole engines."""
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

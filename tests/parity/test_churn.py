@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engine_runs import Answers, engine, request, run
-from tiny_checkpoint import save_tiny_checkpoint
 
 from paged_engine.engine import Engine
 from paged_engine.errors import ErrorCode, RequestError
@@ -25,18 +22,7 @@ FORMS: list[dict[str, Any]] = [
     {"grammar": 'root ::= "<" [0-9]+ ">"'},
 ]
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("churn"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random_sampling(rng: random.Random) -> dict[str, Any]:

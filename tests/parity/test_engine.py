@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from engine_runs import Answers, engine, random_requests, request, run
-from tiny_checkpoint import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from paged_engine.errors import ErrorCode, RequestError
@@ -18,18 +16,7 @@ from paged_engine.scheduling.sequence import FinishReason
 
 EOS = 2
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_greedy_tokens_are_those_of_transformers(checkpoint: Path) -> None:

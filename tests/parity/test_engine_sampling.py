@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_runs import Answers, engine, request, run
-from tiny_checkpoint import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from paged_engine.request import GenerateRequest
@@ -18,18 +16,7 @@ from paged_engine.request import GenerateRequest
 PROMPT = list(range(30, 67))
 PENALIZED = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 0.5}
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engine_runs import Answers, engine, request, run
 from tiny_checkpoint import save_tiny_checkpoint
 
@@ -18,18 +16,7 @@ PROMPT = list(range(60, 80))
 FAMILY = "👨\u200d👩\u200d👧"
 HALF = "\ufffd"
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def saying(text: str, **sampling: Any) -> dict[str, Any]:

@@ -8,18 +8,12 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import Answers, engine, random_requests, request, run
-from tiny_checkpoint import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paged_engine.errors import ErrorCode, RequestError
 from paged_engine.execution.sampling import SampledToken
 
 PROMPT = [(37 * i + 11) % 256 + 3 for i in range(41)]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

@@ -100,6 +100,20 @@ def test_in_the_models_own_dtype(tmp_path: Path) -> None:
     assert all(logits.isfinite().all() for logits in steps(model))
 
 
+def test_norms_with_large_weights_are_read_rightly(tmp_path: Path) -> None:
+    """As Gemma has them: beside weights in the hundreds, w and 1 + w are the same to within bfloat16's rounding."""
+    model = model_of("gemma", tmp_path)
+    model = LoadedModel(**{**vars(model), "module": model.module.bfloat16(), "dtype": torch.bfloat16})
+    norm = model.module.model.norm
+    norm.weight.copy_(torch.linspace(-0.5, 0.5, len(norm.weight)))
+    norm.weight[::2] = 300.0
+    rows = torch.randn(5, len(norm.weight)).bfloat16()
+    expected = norm(rows)
+    assert fuse_modules(model, flashinfer_double)["norms"] == 5
+    assert isinstance(norm.forward, FusedNorm)
+    torch.testing.assert_close(norm(rows), expected, atol=0, rtol=0.03)
+
+
 def test_weights_are_held_once(tmp_path: Path) -> None:
     model = model_of("llama", tmp_path)
     state = {name: value.clone() for name, value in model.module.state_dict().items()}

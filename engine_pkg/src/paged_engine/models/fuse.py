@@ -8,6 +8,7 @@ different sizes, so that an epsilon or a factor that nobody thought of shows. In
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -98,26 +99,28 @@ class _Fuser:
         self.replaced.clear()
 
     def _replace(self, kind: str, candidates: Callable[[nn.Module], Iterator[Fused]]) -> None:
-        """Replace every module of a kind that one of its candidates computes the same as.
+        """Replace every module of a kind that one of its candidates computes the same as, with the nearest of them: beside
+        a few large weights, a norm by w and one by 1 + w are the same to within rounding.
 
         An operation that fails is not tried on the next module: it may have been compiling for a minute.
         """
         for module in self._calls:
-            least = None
             try:
-                for candidate in candidates(module):
-                    error = largest_error(module, candidate, self._calls[module])
-                    if error <= self._tolerance:
-                        module.forward = candidate
-                        self.replaced.setdefault(kind, []).append(module)
-                        break
-                    least = error if least is None else min(least, error)
-                else:
-                    if least is not None:
-                        self.reasons.append(f"a {type(module).__name__} differed by {least:.2g}")
+                errors = [
+                    (largest_error(module, candidate, self._calls[module]), candidate)
+                    for candidate in candidates(module)
+                ]
             except Exception as error:  # no compiler, an unsupported size, …: the module stays
                 self.reasons.append(f"{kind} failed: {type(error).__name__}: {error}")
                 return
+            if not errors:
+                continue
+            least, nearest = min(errors, key=lambda each: math.inf if math.isnan(each[0]) else each[0])
+            if least <= self._tolerance:
+                module.forward = nearest
+                self.replaced.setdefault(kind, []).append(module)
+            else:
+                self.reasons.append(f"a {type(module).__name__} differed by {least:.2g}")
 
     def _norms(self, module: nn.Module) -> Iterator[Fused]:
         weight = getattr(module, "weight", None)
