@@ -49,16 +49,14 @@ void EXPORT(pack_linear)(const void* weight, void* packed, int64_t out_features,
                          int32_t num_threads) {
   if (type == kFloat32)
     pack_linear((const float*)weight, (float*)packed, out_features, in_features, num_threads);
-  else if (type == kBfloat16)
-    pack_linear((const bf16*)weight, (bf16*)packed, out_features, in_features, num_threads);
   else
-    pack_linear((const int8_t*)weight, (int8_t*)packed, out_features, in_features, num_threads);
+    pack_linear((const bf16*)weight, (bf16*)packed, out_features, in_features, num_threads);
 }
 
-void EXPORT(quantize_int8)(const void* weight, int8_t* codes, float* scales, int64_t out_features, int64_t in_features,
-                           ElementType type, int32_t num_threads) {
+void EXPORT(pack_int8)(const void* weight, uint8_t* packed, int64_t out_features, int64_t in_features, ElementType type,
+                       int32_t num_threads) {
   with_type(type, [&](auto element) {
-    quantize_int8((const decltype(element)*)weight, codes, scales, out_features, in_features, num_threads);
+    pack_int8((const decltype(element)*)weight, packed, out_features, in_features, num_threads);
   });
 }
 
