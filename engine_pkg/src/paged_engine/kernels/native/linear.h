@@ -27,10 +27,9 @@ inline int64_t packed_index(int64_t k, int panel, int column, const bf16*) {
 }
 
 template <class Element>
-void pack_linear(const Element* weight, Element* packed, int64_t out_features, int64_t in_features, int num_threads) {
+void pack_linear(const Element* weight, Element* packed, int64_t out_features, int64_t in_features, Team& team) {
   const int64_t num_pairs = ceil_div(out_features, int64_t(2 * kPanelWidth));
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-  for (int64_t pair = 0; pair < num_pairs; pair++) {
+  team.divide(num_pairs, [&](int64_t pair) {
     Element* out = packed + pair * 2 * kPanelWidth * in_features;
     for (int column = 0; column < 2 * kPanelWidth; column++) {
       const int64_t channel = pair * 2 * kPanelWidth + column;
@@ -38,7 +37,7 @@ void pack_linear(const Element* weight, Element* packed, int64_t out_features, i
         out[packed_index(k, column / kPanelWidth, column % kPanelWidth, out)] =
             channel < out_features ? weight[channel * in_features + k] : Element{};
     }
-  }
+  });
 }
 
 // Activations that a product takes as they are, or converted to its left element type.
@@ -55,6 +54,10 @@ inline const float* left_rows(const bf16* x, int64_t stride, int rows, int64_t s
   for (int r = 0; r < rows; r++) convert(x + r * stride, buffer + r * size, size);
   return buffer;
 }
+
+// Who wrote the rows of x: any thread, or each row the one that Team::divide gives it to, so that this one need not wait to
+// read it.
+enum class RowsFrom { kAnyThread, kOwnThread };
 
 // What one thread computes at a time: some rows of y for one group of panels.
 struct Share {
@@ -92,34 +95,27 @@ inline void write_sums(const Linear& linear, const float* sums, const Share& sha
   }
 }
 
-// Shares a layer's work out: prepare() by all threads together, then work(share, upcoming) for every chunk of rows and group
-// of panels, where `upcoming` is what the thread will do next, or null.
-template <class Prepare, class Work>
-void share_out(const Linear& linear, int64_t num_rows, int num_threads, Prepare prepare, Work work) {
+// Shares a layer's work out: work(share, upcoming) for every chunk of rows and group of panels, where `upcoming` is what the
+// thread will do next, or null.
+template <class Work>
+void share_out(const Linear& linear, int64_t num_rows, Team& team, Work work) {
   const int pairs = ceil_div(linear.out_features, 2 * kPanelWidth);
   const int chunks = int(ceil_div(num_rows, int64_t(kChunkRows)));
   // Groups of at most kGroupPanels; the same number for every thread where there are few.
   int groups = ceil_div(pairs * 2, kGroupPanels);
-  if (chunks == 1) groups = smaller(ceil_div(groups, num_threads) * num_threads, pairs);
-  const int64_t num_shares = int64_t(groups) * chunks;
+  if (chunks == 1) groups = smaller(ceil_div(groups, team.num_threads()) * team.num_threads(), pairs);
   const auto share = [=](int64_t i) -> Share {
     const int group = int(i / chunks), chunk = int(i % chunks);
     const int64_t row = num_rows * chunk / chunks;
     return {row, int(num_rows * (chunk + 1) / chunks - row), int(int64_t(pairs) * group / groups) * 2,
             int(int64_t(pairs) * (group + 1) / groups) * 2};
   };
-  int64_t taken = 0;
-#pragma omp parallel num_threads(team_size(num_threads, num_shares))
-  {
-    TileScope tiles;
-    prepare();
-    const auto take = [&] { return __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED); };
-    for (int64_t i = take(), next; i < num_shares; i = next) {
-      next = take();
-      const Share upcoming = share(next);
-      work(share(i), next < num_shares ? &upcoming : nullptr);
-    }
-  }
+  const int64_t num_shares = int64_t(groups) * chunks;
+  TileScope tiles;
+  team.share(num_shares, [&](int64_t i, int64_t next) {
+    const Share upcoming = share(next);
+    work(share(i), next < num_shares ? &upcoming : nullptr);
+  });
 }
 
 // A share by panels of the product's own element type, or of int8 ones that are made so first.
@@ -168,22 +164,21 @@ void multiply_share(const Linear& linear, const Input* x, int64_t x_stride, cons
 
 template <class Product, class Input, class Weight>
 void run_linear(const Linear& linear, const Input* x, int64_t x_stride, int64_t num_rows, void* y, int64_t y_stride,
-                int num_threads) {
-  share_out(linear, num_rows, num_threads, [] {}, [&](const Share& share, const Share* upcoming) {
+                Team& team) {
+  team.wait();
+  share_out(linear, num_rows, team, [&](const Share& share, const Share* upcoming) {
     multiply_share<Product, Input, Weight>(linear, x, x_stride, share, upcoming, y, y_stride);
   });
 }
 
-inline void run_quantized(const Linear& linear, const bf16* x, int64_t x_stride, int64_t num_rows, void* y, int64_t y_stride,
-                          int num_threads) {
-  static thread_local Scratch shared;
+inline void run_quantized(const Linear& linear, const bf16* x, int64_t x_stride, RowsFrom rows_from, int64_t num_rows, void* y,
+                          int64_t y_stride, Team& team) {
   const int64_t depth = linear.in_features, pair_size = depth / kGroupDepth * kGroupBytes;
-  const QuantizedRows all(shared.reserve(QuantizedRows::bytes(num_rows, depth)), num_rows, depth);
-  const auto quantize = [&] {
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < num_rows; row++) quantize_row(x + row * x_stride, all.from(row));
-  };
-  share_out(linear, num_rows, num_threads, quantize, [&](const Share& share, const Share* upcoming) {
+  const QuantizedRows quantized(team.memory(), num_rows, depth);
+  if (rows_from == RowsFrom::kAnyThread) team.wait();
+  team.divide(num_rows, [&](int64_t row) { quantize_row(x + row * x_stride, quantized.from(row)); });
+  team.wait();
+  share_out(linear, num_rows, team, [&](const Share& share, const Share* upcoming) {
     static thread_local Scratch scratch;
     float* sums = (float*)scratch.reserve(kChunkRows * kGroupPanels * kPanelWidth * sizeof(float));
     const auto packed_pair = [&](int panel) { return (const uint8_t*)linear.weights + panel / 2 * pair_size; };
@@ -191,24 +186,28 @@ inline void run_quantized(const Linear& linear, const bf16* x, int64_t x_stride,
     for (int i = 0; i < share.pairs(); i++) pairs[i] = packed_pair(share.panel_begin + 2 * i);
     const bool fetches = upcoming && upcoming->panel_begin != share.panel_begin;
     pairs[share.pairs()] = fetches ? packed_pair(upcoming->panel_begin) : nullptr;
-    multiply_quantized(all.from(share.row), share.rows, pairs, 2 * share.pairs(), sums);
+    multiply_quantized(quantized.from(share.row), share.rows, pairs, 2 * share.pairs(), sums);
     write_sums(linear, sums, share, y, y_stride);
   });
 }
 
-inline void linear(const Linear& linear, const void* x, int64_t x_stride, int64_t num_rows, void* y, int64_t y_stride,
-                   int num_threads) {
-  if (num_rows == 0) return;
+// Bytes that the team must share for `linear`.
+inline size_t shared_bytes(const Linear& linear, int64_t num_rows) {
+  return linear.weight_type == kInt8 ? QuantizedRows::bytes(num_rows, linear.in_features) : 0;
+}
+
+inline void linear(const Linear& linear, const void* x, int64_t x_stride, RowsFrom rows_from, int64_t num_rows, void* y,
+                   int64_t y_stride, Team& team) {
   const auto run = [&](auto product, auto input, auto weight) {
     run_linear<decltype(product), decltype(input), decltype(weight)>(linear, (const decltype(input)*)x, x_stride, num_rows, y,
-                                                                     y_stride, num_threads);
+                                                                     y_stride, team);
   };
   if (linear.weight_type == kFloat32) return run(FloatProduct<float>{}, float{}, float{});
   if (linear.weight_type == kBfloat16) return run(BestBf16Product{}, bf16{}, bf16{});
 #if defined(__AMX_BF16__)
   run(BestBf16Product{}, bf16{}, uint8_t{});
 #else
-  run_quantized(linear, (const bf16*)x, x_stride, num_rows, y, y_stride, num_threads);
+  run_quantized(linear, (const bf16*)x, x_stride, rows_from, num_rows, y, y_stride, team);
 #endif
 }
 

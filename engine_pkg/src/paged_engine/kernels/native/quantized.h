@@ -11,6 +11,7 @@
 
 #include "elements.h"
 #include "panels.h"
+#include "team.h"
 
 namespace {
 
@@ -22,10 +23,6 @@ constexpr int kGroupCodes = 2 * kPanelWidth * kGroupDepth;                    //
 constexpr int kGroupBytes = kGroupCodes + 2 * kScaleBytes;
 constexpr int kLineBytes = 64;               // of a cache
 constexpr int kSumStride = 4 * kPanelWidth;  // floats from one row of sums to the next
-
-inline int64_t packed_int8_size(int64_t out_features, int64_t in_features) {
-  return ceil_div(out_features, int64_t(2 * kPanelWidth)) * (in_features / kGroupDepth) * kGroupBytes;
-}
 
 // What code 127 of the group at x stands for; infinity where an element is not finite.
 template <class Element>
@@ -307,10 +304,9 @@ inline void unpack_int8(const uint8_t* packed, bf16* panels, int64_t depth) {
 // ---- Packing
 
 template <class Element>
-void pack_int8(const Element* weight, uint8_t* packed, int64_t out_features, int64_t in_features, int num_threads) {
+void pack_int8(const Element* weight, uint8_t* packed, int64_t out_features, int64_t in_features, Team& team) {
   const int64_t num_pairs = ceil_div(out_features, int64_t(2 * kPanelWidth)), groups = in_features / kGroupDepth;
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-  for (int64_t pair = 0; pair < num_pairs; pair++) {
+  team.divide(num_pairs, [&](int64_t pair) {
     uint8_t* out = packed + pair * groups * kGroupBytes;
     for (int column = 0; column < 2 * kPanelWidth; column++) {
       const int64_t channel = pair * 2 * kPanelWidth + column;
@@ -327,7 +323,7 @@ void pack_int8(const Element* weight, uint8_t* packed, int64_t out_features, int
         }
       }
     }
-  }
+  });
 }
 
 }  // namespace
