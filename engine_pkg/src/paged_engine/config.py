@@ -31,7 +31,8 @@ class EngineConfig(BaseModel):
         "auto", description="auto, flashinfer, cpu or torch"
     )
     weight_dtype: Literal["auto", "int8"] = Field(
-        "auto", description="auto or int8; int8 quantizes the weights at load, on a CPU"
+        "auto",
+        description="auto or int8; int8 quantizes the weights at load, and what they are multiplied with, on a CPU",
     )
     graft: Flag = Field(
         True,

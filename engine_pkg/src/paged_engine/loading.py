@@ -126,7 +126,7 @@ def _graft(config: EngineConfig, model: LoadedModel, backend: AttentionBackend) 
     if int8 and model.dtype != torch.bfloat16:
         dtype = str(model.dtype).removeprefix("torch.")
         raise ConfigurationError(
-            f"weight_dtype must be auto with dtype {dtype}, got int8: int8 weights are computed with in bfloat16, so set "
+            f"weight_dtype must be auto with dtype {dtype}, got int8: int8 weights are made of bfloat16 ones, so set "
             "dtype to bfloat16"
         )
     grafted = None

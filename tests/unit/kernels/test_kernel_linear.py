@@ -39,7 +39,9 @@ def test_any_number_of_rows(
         x = torch.randn(num_rows, shape[1] + 32, generator=normal).to(dtype)[:, 32:]
         out = torch.full((num_rows, shape[0] + 3), 7.0)
         kernels.linear(x, packed, out[:, : shape[0]])
-        torch.testing.assert_close(out[:, : shape[0]], twin(kernels, x, weight, bias, int8), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            out[:, : shape[0]], twin(kernels, x, weight, bias, int8), rtol=1e-5, atol=1e-5
+        )
         assert (out[:, shape[0] :] == 7).all()
 
 

@@ -289,9 +289,7 @@ class NativeKernels:
             packed = self._arena.allocate(num_pairs * 2 * PANEL_WIDTH * in_features, weight.dtype)
         pack = self._pack_int8 if int8 else self._pack_linear
         element_type = ElementType.of(weight.dtype)
-        pack(
-            weight.data_ptr(), packed.data_ptr(), out_features, in_features, element_type, self.num_threads
-        )
+        pack(weight.data_ptr(), packed.data_ptr(), out_features, in_features, element_type, self.num_threads)
         return packed
 
     @staticmethod

@@ -135,7 +135,9 @@ def gate(gate_and_up: torch.Tensor, activation: str) -> torch.Tensor:
     return (activated * ups).to(gate_and_up.dtype)
 
 
-def quantize_int8(x: torch.Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_int8(
+    x: torch.Tensor, scale_dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric int8 codes of x [num_rows, size] in groups of 32 along a row.
 
     Args:
@@ -147,7 +149,11 @@ def quantize_int8(x: torch.Tensor, scale_dtype: torch.dtype = torch.float32) -> 
     groups = x.float().unflatten(-1, (-1, INT8_GROUP))
     largest = groups.abs().amax(-1, keepdim=True)
     scales = (largest / 127).to(scale_dtype).float()
-    steps = groups / scales if scale_dtype == torch.bfloat16 else groups * (torch.full_like(largest, 127) / largest)
+    steps = (
+        groups / scales
+        if scale_dtype == torch.bfloat16
+        else groups * (torch.full_like(largest, 127) / largest)
+    )
     return steps.nan_to_num().round().to(torch.int8).flatten(-2), scales.squeeze(-1)
 
 
