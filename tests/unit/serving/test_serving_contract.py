@@ -236,12 +236,33 @@ def test_json_of_megabytes_is_refused_unread(source: str) -> None:
 
 @pytest.mark.parametrize("source", ["sampling_parameters", "parameters"])
 @pytest.mark.parametrize(
-    ("key", "nearest"), [("max_token", "max_tokens"), ("Temperature", "temperature"), ("topk", "top_k")]
+    ("key", "nearest"),
+    [
+        ("max_token", "max_tokens"),
+        ("max_new_tokens", "max_tokens"),
+        ("Temperature", "temperature"),
+        ("temprature", "temperature"),
+        ("topk", "top_k"),
+        ("top-p", "top_p"),
+        ("repeat_penalty", "repetition_penalty"),
+        ("guided_jsn", "guided_json"),
+    ],
 )
 def test_an_unknown_key_is_an_error_that_names_the_nearest(source: str, key: str, nearest: str) -> None:
     message = error_of(**{source: {key: 5}})
     assert f"'{key}'" in message
     assert f"did you mean '{nearest}'?" in message
+
+
+@pytest.mark.parametrize("source", ["sampling_parameters", "parameters"])
+@pytest.mark.parametrize(
+    "key",
+    ["user", "model", "prompt", "system", "echo", "foo", "banana", "stream_output", "num_beams", "x" * 1000],
+)
+def test_an_unknown_key_that_is_like_no_other_gets_no_suggestion(source: str, key: str) -> None:
+    message = error_of(**{source: {key: 5}})
+    assert key[:60] in message
+    assert "did you mean" not in message
 
 
 def test_an_overridden_source_is_still_checked_for_unknown_keys() -> None:
