@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 FAKE_SERVER = """
-import http.server, os, signal, subprocess, sys, time
+import http.server, json, os, re, signal, subprocess, sys, time
 
 options = dict(word.lstrip("-").split("=", 1) for word in sys.argv[1:] if "=" in word)
 config = open(options["model-repository"] + "/llm/config.pbtxt").read()
@@ -24,6 +24,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(400 if "never-ready" in config else 200)
         self.end_headers()
+        if self.path.endswith("/config"):
+            parameters = re.findall(r'key: "(\\w+)"\\s+value \\{\\s+string_value: "([^"]*)"', config)
+            values = {key: {"string_value": value} for key, value in parameters}
+            self.wfile.write(json.dumps({"parameters": values}).encode())
 
     def log_message(self, *arguments):
         pass

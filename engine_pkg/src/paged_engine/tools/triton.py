@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import http.client
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -206,12 +207,27 @@ class TritonProcess:
 
 def answers_ok(host: str, port: int, path: str) -> bool:
     """Whether an HTTP GET is answered with 200. Proxies of the environment are not asked."""
+    return _get(host, port, path) is not None
+
+
+def served_parameters(host: str, port: int, model_name: str) -> dict[str, str]:
+    """The parameters of a model that a server is serving, as its config.pbtxt has them; none where it does not tell."""
+    try:
+        config = json.loads(_get(host, port, f"/v2/models/{model_name}/config") or "{}")
+        return {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
+    except ValueError:
+        return {}
+
+
+def _get(host: str, port: int, path: str) -> bytes | None:
+    """The body of an answer with status 200; None for any other, or none."""
     connection = http.client.HTTPConnection(host, port, timeout=5)
     try:
         connection.request("GET", path)
-        return connection.getresponse().status == 200
+        response = connection.getresponse()
+        return response.read() if response.status == 200 else None
     except (OSError, http.client.HTTPException):
-        return False
+        return None
     finally:
         connection.close()
 
