@@ -231,6 +231,32 @@ def test_json_of_megabytes_is_refused_unread(source: str) -> None:
         CONTRACT.parse(raw, "7")
 
 
+@pytest.mark.parametrize("prompt", ["text_input", "input_ids"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("tools", [{"name": "f"}]), ("tools", "all"), ("chat_template_kwargs", {"thinking": True})],
+)
+def test_what_only_a_chat_template_reads_is_refused_beside_other_prompts(
+    prompt: str, key: str, value: object
+) -> None:
+    raw = RawRequest(
+        {
+            prompt: [b"hi"] if prompt == "text_input" else [1, 2],
+            "sampling_parameters": [json.dumps({key: value}).encode()],
+        }
+    )
+    with pytest.raises(
+        RequestError, match=f"^INVALID_ARG: {key} must be left out where the prompt is {prompt}, got"
+    ) as caught:
+        CONTRACT.parse(raw, "7")
+    assert "send the prompt as messages" in caught.value.message
+
+
+@pytest.mark.parametrize("nothing", [{"tools": []}, {"tools": None}, {"chat_template_kwargs": {}}])
+def test_no_tools_at_all_go_with_any_prompt(nothing: dict[str, Any]) -> None:
+    assert parse({}, nothing).request.prompt == "hi"
+
+
 # Strictness
 
 
