@@ -14,7 +14,11 @@ options = dict(word.lstrip("-").split("=", 1) for word in sys.argv[1:] if "=" in
 config = open(options["model-repository"] + "/llm/config.pbtxt").read()
 print("I0101 starting with", sys.argv[1:], flush=True)
 if "fail-at-start" in config:
-    print("E0101 failed to load 'llm': the disk is upside down", flush=True)
+    reason = "TritonModelException: the disk is upside down\\\\n\\\\nAt:\\\\n  model.py(36): initialize"
+    print('I0101 pb_stub.cc:366] "Failed to initialize Python stub: ' + reason + '"')
+    print('E0101 backend_model.cc:692] "ERROR: Failed to create instance: ' + reason + '"')
+    print('E0101 model_lifecycle.cc:642] "failed to load \\'llm\\' version 1: Internal: ' + reason + '"')
+    print("error: creating server: Internal - failed to load all models", flush=True)
     sys.exit(1)
 stub = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
 print("stub", stub.pid, flush=True)
