@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
-from serving_harness import MemoryMetrics, MemoryResponder, ServedModel, wait_until
+from serving_harness import MemoryMetrics, MemoryResponder, Serve, ServedModel, wait_until
 
 from paged_engine.errors import ErrorCode, RequestError
 from paged_engine.serving.contract import ParsedRequest
@@ -18,7 +17,6 @@ from paged_engine.serving.metrics import Outcome, ServiceMetrics
 from paged_engine.serving.sources import RawRequest
 from paged_engine.serving.ticket import Ticket
 
-Serve = Callable[..., ServedModel]
 MAX_BYTES = 1000
 LIMITS = {"max_queue_bytes": MAX_BYTES, "max_prompt_bytes": MAX_BYTES}
 FITS_ALONE = "x" * (MAX_BYTES // 5 - 2)
@@ -123,14 +121,15 @@ def test_what_can_never_wait_is_the_clients_fault(serve: Serve) -> None:
 
 def test_a_request_that_has_begun_does_not_count(serve: Serve) -> None:
     served = serve(**LIMITS)
-    served.model.pause_after(2)
-    running = [served.ask(FITS_ALONE, stream=True)]
-    wait_until(lambda: len(running[0].responses) == 2)
-    served.model.pause_after(2)
-    running.append(served.ask(FITS_ALONE, stream=True))
-    wait_until(lambda: len(running[1].responses) == 1)
+    running: list[MemoryResponder] = []
+    for _ in range(3):
+        running.append(served.ask(FITS_ALONE, stream=True))
+        while not running[-1].responses:  # a step at a time, so that none of them ends
+            served.model.pause_after(1)
+            threading.Event().wait(0.02)
+    assert not any(answer.is_done for answer in running)
     served.model.go_on()
-    assert [answer.wait().error for answer in running] == ["", ""]
+    assert [answer.wait().error for answer in running] == ["", "", ""]
     assert_queue_is_empty(served)
 
 
