@@ -28,6 +28,15 @@ def test_what_can_never_fit_is_refused_with_the_numbers(serve: Serve) -> None:
     assert served.ask("hello").wait().text == ALPHABET[:11]
 
 
+def test_without_chunks_a_prompt_that_no_step_holds_is_refused_with_the_numbers(serve: Serve) -> None:
+    served = serve(enable_chunked_prefill=False, max_num_tokens=65)
+    error = served.ask("x" * 66).wait().error
+    assert error.startswith(
+        "INVALID_ARG: prompt too long: it has 66 tokens, at most max_num_tokens = 65 fit in one step"
+    )
+    assert served.ask("x" * 65, max_tokens=3).wait().text == "abc"
+
+
 def test_a_prompt_of_too_many_bytes_is_refused_before_it_is_tokenized(serve: Serve) -> None:
     served = serve(max_prompt_bytes=100)
     served.tokenizer.before_encoding = lambda text: pytest.fail("it was tokenized")
