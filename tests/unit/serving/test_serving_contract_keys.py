@@ -72,7 +72,7 @@ def test_reserved_request_parameters_are_left_alone() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["guided_decoding", "lora_name", "logits_processors", "response_format"],
+    ["tool_choice", "lora_name", "logits_processors", "response_format"],
 )
 def test_what_does_not_exist_is_refused_by_name(key: str) -> None:
     assert error_of(None, {key: "x"}) == f"{key} is not supported by this server"

@@ -138,7 +138,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 NOT_BUILT = frozenset(
     {
-        "guided_decoding",
         "response_format",
         "lora_name",
         "logits_processors",
