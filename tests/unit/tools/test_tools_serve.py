@@ -163,5 +163,11 @@ def test_wrong_options_are_one_clear_line(run: Run, words: list[str], message: s
     assert "Traceback" not in command.errors()
 
 
+def test_a_name_that_is_no_path_is_said_to_be_looked_up_on_a_hub(run: Run) -> None:
+    command = run("run", "--parameters=", "--model=organisation/model", "--", "true")
+    assert command.finish()[0] == 0
+    assert "there is no file or folder organisation/model here, so it is looked up" in command.errors()
+
+
 def test_run_needs_a_command(run: Run) -> None:
     assert run("run").finish()[0] == 2

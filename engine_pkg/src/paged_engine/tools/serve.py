@@ -154,8 +154,11 @@ def _start(options: argparse.Namespace, signals: _Signals) -> TritonProcess:
     parameters = parse_parameters(options.parameters)
     if options.model:
         parameters.setdefault("model", options.model)
-    if parameters.get("model"):
-        locate_checkpoint(parameters["model"])  # a typo shall not have to wait for the server to find it
+    model = parameters.get("model")
+    if (
+        model and locate_checkpoint(model) is None
+    ):  # a typo in a path shall not have to wait for the server to find it
+        _say(f"there is no file or folder {model} here, so it is looked up as the id of a model on a hub")
     return TritonProcess(
         options.repository,
         Ports(options.http_port, options.grpc_port, options.metrics_port),
