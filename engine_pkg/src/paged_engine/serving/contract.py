@@ -130,7 +130,7 @@ class Contract:
                 f"at most max_prompt_bytes = {self._config.max_prompt_bytes} are taken"
             )
         if name == "input_ids":
-            return list(elements)
+            return elements
         text = decode_text(name, only_element(name, elements))
         return text if name == "text_input" else _chat(text, values)
 
