@@ -68,31 +68,35 @@ struct Share {
 };
 
 // What leaves the sums of one group of panels: scales, bias, activation, accumulation, conversion.
-inline void write_sums(const Linear& linear, const float* sums, const Share& share, void* y, int64_t y_stride) {
+template <class Output>
+void write_sums(const Linear& linear, const float* sums, const Share& share, Output* y, int64_t y_stride) {
   const bool gated = linear.activation != kIdentity;
   const int width = gated ? 2 * kPanelWidth : kPanelWidth;  // columns of sums for one panel of y
   const int out_width = gated ? linear.out_features / 2 : linear.out_features;
-  for (int column = share.panel_begin * kPanelWidth; column < share.panel_end * kPanelWidth; column += width) {
-    const int out_column = column / width * kPanelWidth;
-    for (int v = 0; v < kPanelWidth; v += kWidth) {
-      const int count = smaller(kWidth, out_width - out_column - v);
-      if (count <= 0) break;
-      for (int r = 0; r < share.rows; r++) {
-        const float* from = sums + r * kGroupPanels * kPanelWidth + column - share.panel_begin * kPanelWidth + v;
-        const auto channel = [&](int offset) {
-          Vector x = load(from + offset);
-          if (linear.scales) x *= load(linear.scales + column + offset + v, count);
-          return linear.bias ? x + load(linear.bias + column + offset + v, count) : x;
+  const int begin = share.panel_begin * kPanelWidth, end = share.panel_end * kPanelWidth;
+  for (int r = 0; r < share.rows; r++) {
+    const float* row = sums + r * kGroupPanels * kPanelWidth - begin;
+    Output* out_row = y + (share.row + r) * y_stride;
+    for (int column = begin, out_column = begin / width * kPanelWidth; column < end;
+         column += width, out_column += kPanelWidth) {
+      for (int v = 0; v < smaller(kPanelWidth, out_width - out_column); v += kWidth) {
+        const int count = smaller(kWidth, out_width - out_column - v);
+        const auto channel = [&](int i) {
+          Vector x = load(row + i);
+          if (linear.scales) x *= load(linear.scales + i, count);
+          return linear.bias ? x + load(linear.bias + i, count) : x;
         };
-        const Vector value = gated ? activate(linear.activation, channel(0)) * channel(kPanelWidth) : channel(0);
-        void* to = at(y, (share.row + r) * y_stride + out_column + v, linear.output_type);
-        with_type(linear.output_type, [&](auto element) {
-          const auto out = (decltype(element)*)to;
-          store(out, linear.accumulate ? load(out, count) + value : value, count);
-        });
+        const Vector first = channel(column + v);
+        const Vector value = gated ? activate(linear.activation, first) * channel(column + kPanelWidth + v) : first;
+        Output* out = out_row + out_column + v;
+        store(out, linear.accumulate ? load(out, count) + value : value, count);
       }
     }
   }
+}
+
+inline void write_sums(const Linear& linear, const float* sums, const Share& share, void* y, int64_t y_stride) {
+  with_type(linear.output_type, [&](auto element) { write_sums(linear, sums, share, (decltype(element)*)y, y_stride); });
 }
 
 // Shares a layer's work out: work(share, upcoming) for every chunk of rows and group of panels, where `upcoming` is what the
