@@ -287,16 +287,11 @@ template <class Product>
 void attend(const AttentionLayer& layer, const AttentionStep& step, const Heads& query, const void* cache,
             const float* sinks, void* out, Team& team) {
   using Worker = AttentionWorker<Product>;
-  static thread_local Scratch scratch;
   const WorkList work(layer, step, Worker::kItemRows, Worker::padded(layer.pages.head_dim));
   TileScope tiles;
   Worker worker(layer, step, query, cache, sinks, out);
-  float* partials = nullptr;
   team.wait();
-  if (work.num_merges > 0) {
-#pragma omp single copyprivate(partials)
-    partials = (float*)scratch.reserve(work.partial_floats * sizeof(float));
-  }
+  float* partials = work.num_merges > 0 ? (float*)team.share_memory(work.partial_floats * sizeof(float)) : nullptr;
   team.share(work.num_items, [&](int64_t i, int64_t) { worker.run(work.items[i], partials); });
   if (work.num_merges == 0) return;
   team.wait();

@@ -107,7 +107,7 @@ void share_out(const Linear& linear, int64_t num_rows, Team& team, Work work) {
   const int chunks = int(ceil_div(num_rows, int64_t(kChunkRows)));
   // Groups of at most kGroupPanels; the same number for every thread where there are few.
   int groups = ceil_div(pairs * 2, kGroupPanels);
-  if (chunks == 1) groups = smaller(ceil_div(groups, team.num_threads()) * team.num_threads(), pairs);
+  if (chunks == 1) groups = smaller(ceil_div(groups, team.size()) * team.size(), pairs);
   const auto share = [=](int64_t i) -> Share {
     const int group = int(i / chunks), chunk = int(i % chunks);
     const int64_t row = num_rows * chunk / chunks;
