@@ -15,7 +15,7 @@ from paged_engine.admission import Admission, PreparedRequest
 from paged_engine.config import EngineConfig
 from paged_engine.errors import RequestError
 from paged_engine.execution.batch import build_batch
-from paged_engine.execution.logprobs import score_prompts
+from paged_engine.execution.logprobs import PendingPromptScores
 from paged_engine.execution.runner import ModelRunner
 from paged_engine.execution.sampling import SampledToken, Sampler, not_finite
 from paged_engine.request import GenerateRequest
@@ -161,7 +161,7 @@ class Engine:
         failed: list[Output] | None = None
         try:
             logits = self._runner.execute(build_batch(plan, self.config.page_size, self._runner.device))
-            scores = score_prompts(logits[len(sampling) :], scoring)
+            scores = PendingPromptScores(logits[len(sampling) :], scoring).result()
             tokens = self._sampler.sample(logits[: len(sampling)], sampling)
         except Exception as error:
             logger.exception("a step of %d tokens failed", plan.num_tokens)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
+from paged_engine.execution.transfer import to_device
 from paged_engine.scheduling.sequence import StepPlan
 
 
@@ -84,19 +84,19 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
         if item.scored
     ]
 
-    def on_device(values: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(values).to(device, non_blocking=True)
+    logit_rows = np.concatenate([query_starts[1:][samples] - 1, *scored]).astype(np.int64)
+    on_device = to_device(device, token_ids, positions, slots, logit_rows)
 
     return Batch(
-        token_ids=on_device(token_ids),
-        positions=on_device(positions),
-        slots=on_device(slots),
+        token_ids=on_device[0],
+        positions=on_device[1],
+        slots=on_device[2],
         query_starts=torch.from_numpy(query_starts),
         context_lens=torch.from_numpy(ends.astype(np.int32)),
         page_indptr=torch.from_numpy(page_indptr),
         page_indices=torch.from_numpy(page_indices),
         last_page_len=torch.from_numpy(((ends - 1) % page_size + 1).astype(np.int32)),
-        logit_rows=on_device(np.concatenate([query_starts[1:][samples] - 1, *scored]).astype(np.int64)),
+        logit_rows=on_device[3],
         num_samples=int(samples.sum()),
         max_query_len=int(lengths.max()),
         page_size=page_size,
