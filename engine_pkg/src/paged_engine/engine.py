@@ -219,7 +219,7 @@ class Engine:
             return []  # a sibling's fault ended the request earlier in this very step
         if isinstance(token, RequestError):
             return self.abort(sequence.request_id, token)
-        sequence.token_ids.append(token.token_id)
+        self.scheduler.append_token(sequence, token.token_id)
         self._num_generated_tokens += 1
         if generation.cumulative_logprob is not None and token.logprob is not None:
             generation.cumulative_logprob += token.logprob
@@ -255,14 +255,14 @@ class Engine:
             return text + stream.finish(), FinishReason.STOP
         if stream.stopped_by is not None:
             return text, FinishReason.STOP
-        if sequence.num_tokens >= sequence.max_num_tokens:
+        if len(sequence.token_ids) >= sequence.max_num_tokens:
             text += stream.finish()
             return text, FinishReason.LENGTH if stream.stopped_by is None else FinishReason.STOP
         return text, None
 
     def _is_stop_token(self, sequence: Sequence, token_id: int) -> bool:
         sampling = sequence.sampling
-        if sequence.num_output_tokens < sampling.min_tokens:
+        if len(sequence.token_ids) - sequence.num_prompt_tokens < sampling.min_tokens:
             return False
         return token_id in sampling.stop_token_ids or (
             not sampling.ignore_eos and token_id in self.eos_token_ids

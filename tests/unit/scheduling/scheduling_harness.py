@@ -112,7 +112,7 @@ class Harness:
     def append_token(self, sequence: Sequence) -> None:
         num_scored = sequence.num_prompt_tokens - 1 if sequence.scores_prompt else 0
         assert self.scored[sequence] == list(range(num_scored)), "each once, in order, before the first token"
-        sequence.token_ids.append(self.next_token(sequence))
+        self.scheduler.append_token(sequence, self.next_token(sequence))
         self.first_token_step.setdefault(sequence, self.num_steps)
         if sequence.num_tokens >= sequence.max_num_tokens:
             self.finish_step[sequence] = self.num_steps
