@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from paged_engine.errors import RequestError
 from paged_engine.execution.transfer import to_device
+from paged_engine.request import SamplingParams
 from paged_engine.scheduling.sequence import Sequence
 
 _BANNED = float("-inf")
@@ -103,12 +104,21 @@ def apply_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> None:
     )
     _penalize_output(
         logits,
-        [(row, item) for row, item in numbered if item.num_output_tokens and _has_output_penalty(item)],
+        [
+            (row, item)
+            for row, item in numbered
+            if item.num_output_tokens and _has_output_penalty(item.sampling)
+        ],
     )
 
 
-def _has_output_penalty(sequence: Sequence) -> bool:
-    return bool(sequence.sampling.frequency_penalty or sequence.sampling.presence_penalty)
+def has_penalties(sampling: SamplingParams) -> bool:
+    """Whether any of the penalties is on."""
+    return sampling.repetition_penalty != 1 or _has_output_penalty(sampling)
+
+
+def _has_output_penalty(sampling: SamplingParams) -> bool:
+    return bool(sampling.frequency_penalty or sampling.presence_penalty)
 
 
 def _penalize_repetition(logits: torch.Tensor, penalized: list[tuple[int, Sequence]]) -> None:

@@ -9,6 +9,7 @@ best-ranked running sequence is never preempted, so it comes to its end, and the
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Mapping
 
 from paged_engine.config import EngineConfig
 from paged_engine.scheduling.chunking import Chunk, ChunkLimits, limit_scoring, share_equally, share_in_order
@@ -143,8 +144,11 @@ class Scheduler:
         self.num_preemptions += 1
         return sequence
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, num_pending: Mapping[Sequence, int] | None = None) -> None:
         """Check the pool against the page tables, and the queues against the sequences' states.
+
+        Args:
+            num_pending: how many tokens of each sequence are being chosen, those not named having none; None: not known here.
 
         Raises:
             IntegrityError: says what is wrong, with figures.
@@ -160,6 +164,12 @@ class Scheduler:
         for sequence in self.waiting.members:
             if sequence.status is not SequenceStatus.WAITING or sequence.page_table or sequence.num_computed:
                 raise IntegrityError(f"{sequence} is in the queue")
+        if num_pending is not None:
+            for sequence in (*self.running, *self.waiting.members):
+                if sequence.num_pending != num_pending.get(sequence, 0):
+                    raise IntegrityError(
+                        f"{sequence} waits for {sequence.num_pending} tokens, {num_pending.get(sequence, 0)} are to come"
+                    )
 
     # Pages of the running
 
