@@ -86,11 +86,9 @@ class _Controls:
 def waits_for_device(top_k: int, top_p: float, min_p: float, vocab_size: int) -> bool:
     """Whether drawing a row with these controls takes decisions of the host about what the device has computed.
 
-    A temperature alone does not, nor does a small top_k, whatever else filters: few candidates are enough.
+    A temperature alone does not, nor does top_k, whatever else filters: it says how many candidates are enough.
     """
-    if 0 < top_k < vocab_size:
-        return top_k >= CANDIDATE_COUNTS[0]
-    return top_p < 1 or min_p > 0
+    return not 0 < top_k < vocab_size and (top_p < 1 or min_p > 0)
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:
@@ -156,7 +154,7 @@ def _draw_from_candidates(
 ) -> torch.Tensor:
     """Draw from each row's most likely tokens, from as many of them as it takes to have all that the filters keep.
 
-    For rows of a small top_k a GPU is not asked whether that is so: where more tokens equal the k-th than there is room for
+    Where top_k says how many that is, a GPU is not asked whether it is so: where more tokens equal the k-th than there is room for
     among the candidates, those left out cannot be drawn.
     """
     vocab_size = logits.shape[1]
