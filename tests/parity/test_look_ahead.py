@@ -223,7 +223,7 @@ def test_preempted_twice_while_its_token_is_pending(checkpoint: Path, enable_pre
                     pending += late.engine.scheduler.preempt_last().num_pending
                     late.engine.check_integrity()
             assert_same(answers, expected, item)
-    assert pending > 10
+    assert pending >= 10
 
 
 def test_a_name_is_used_again_while_the_old_token_is_in_flight(checkpoint: Path) -> None:
