@@ -154,8 +154,8 @@ def _draw_from_candidates(
 ) -> torch.Tensor:
     """Draw from each row's most likely tokens, from as many of them as it takes to have all that the filters keep.
 
-    Where top_k says how many that is, a GPU is not asked whether it is so: where more tokens equal the k-th than there is room for
-    among the candidates, those left out cannot be drawn.
+    Where top_k says how many that is, a GPU is not asked whether it is so: if more tokens equal the k-th than there is room
+    for among the candidates, those left out cannot be drawn.
     """
     vocab_size = logits.shape[1]
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
