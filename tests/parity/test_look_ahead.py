@@ -164,14 +164,14 @@ def test_it_ends_where_it_should(checkpoint: Path, by: str, num_tokens: int) -> 
     plain = run(solo, request("a", PROMPT, max_tokens=12))
     tokens = plain.tokens("a")
     end = tokens.index(tokens[num_tokens - 1]) + 1
-    controls: dict[str, Any] = {
+    ways: dict[str, dict[str, Any]] = {
         "max_tokens": {"max_tokens": num_tokens},
         "stop token": {"stop_token_ids": [tokens[num_tokens - 1]]},
         "EOS": {"ignore_eos": False, "min_tokens": num_tokens - 1, "logit_bias": {EOS: 100.0}},
         "stop string": {"stop": [(solo.tokenizer.decode(tokens[:end]))[-2:]]},
-    }[by]
+    }
     items = [
-        request("a", PROMPT, **{"max_tokens": 12, **controls}),
+        request("a", PROMPT, **{"max_tokens": 12, **ways[by]}),
         request("b", PROMPT[3:], max_tokens=20),
     ]
     late = late_engine(checkpoint)
