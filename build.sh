@@ -24,7 +24,11 @@ GRPC_PORT=${GRPC_PORT:-8001}
 METRICS_PORT=${METRICS_PORT:-8002}
 MODEL_REPOSITORY=$(absolute "${MODEL_REPOSITORY:-$ROOT/model_repository}")
 MODEL=${MODEL:-}
-if [[ -e $MODEL ]]; then MODEL=$(absolute "$MODEL"); fi # anything else is the id of a model on a hub
+# What could be the id of a model on a hub, and is not here, is that; anything else is a path.
+if [[ -n $MODEL && $MODEL != "~"* ]] &&
+  [[ -e $MODEL || $MODEL == *.gguf || ! $MODEL =~ ^[[:alnum:]_][[:alnum:]_.-]*(/[[:alnum:]_.-]+)?$ ]]; then
+  MODEL=$(absolute "$MODEL")
+fi
 PARAMETERS=${PARAMETERS:-}
 VENV_DIR=$(absolute "${VENV_DIR:-$ROOT/.venv}")
 CACHE_DIR=$(absolute "${CACHE_DIR:-$ROOT/.cache}")
@@ -47,15 +51,15 @@ Usage: ./build.sh VERB [ARGUMENTS]
   setup               make the virtual environment, install the packages, fetch Triton and the default model
   demo [PROMPT]       start a server, stream the answer to PROMPT, stop the server
   serve               serve until Ctrl-C or SIGTERM; requests in flight are finished
-  chat                hold a conversation, with the server that is running or else one started for it
+  chat [ARGS]         hold a conversation, with the server that is running or else one started for it
   test [ARGS]         run the tests; ARGS go to pytest (tests/unit, -k name, -m slow, ...)
   lint                check the source: ruff, mypy, shellcheck, hadolint
   sanitize [ARGS]     run the tests of the native kernels under the address and undefined-behaviour sanitizers
   perf [ARGS]         load the server with perf_analyzer: throughput, time to first token, inter-token latency
   bench [NAME] [ARGS] run a benchmark; without NAME, list them
   models [--write]    try every architecture of transformers; --write puts the table of results into README.md
-  image               build the production image from the Dockerfile
-  help                this text
+  image [ARGS]        build the production image from the Dockerfile; ARGS go to docker build
+  help [VERB]         this text, or more about a verb; so does VERB --help
 
 Every verb does the set-up it needs first. Variables, with their defaults:
 
@@ -77,6 +81,52 @@ $(list_benchmarks)
 END
 }
 
+# explain VERB: its line of the help, and what it takes.
+explain() {
+  show_help | sed -nE "s/^  ($1( \\[[^ ]+\\])*) +([^[].*)/Usage: .\\/build.sh \\1\\n\\n  \\3/p"
+  case $1 in
+    demo) printf '\nPROMPT is one argument, in quotes; by default: %s\n' "$DEFAULT_PROMPT" ;;
+    chat) cat <<END ;;
+
+ARGS, all optional:
+  --max-tokens N --temperature X --top-p X --top-k N --seed N --stop TEXT    how the answers are made
+  --system TEXT        a system message that the conversation begins with
+  --model NAME         the model's name on the server (llm)
+  --timeout SECONDS    time limit for an answer (600)
+  --no-stream          print an answer when it is whole
+
+MODEL and PARAMETERS count only if a server is started.
+END
+    perf) cat <<END ;;
+
+ARGS, all optional:
+  --concurrency START:END[:STEP]    requests in flight, one line of the table for each (1:8)
+  --requests-per-stream N           requests at each concurrency, times the concurrency (4)
+  --output-tokens N                 tokens of each answer (64)
+  --prompt TEXT                     the prompt of every request
+  --model NAME                      the model's name on the server (llm)
+
+Takes the server that is running, or starts one; MODEL and PARAMETERS count only if one is started.
+END
+    test | sanitize) printf '\nARGS are those of pytest: paths, -k NAME, -m MARKER, -x, -v, …\n' ;;
+    bench) printf '\n%s\n' "$(list_benchmarks)" ;;
+    image) printf '\nArguments go to docker build: --build-arg NAME=VALUE (the top of the Dockerfile has them), …\n' ;;
+  esac
+  printf '\nVariables, with their defaults: ./build.sh help\n'
+}
+
+# asks_for_help VERB ARGUMENTS...: whether these ask what the verb takes. What follows a benchmark's name is for that.
+asks_for_help() {
+  local argument
+  for argument in "${@:2}"; do
+    case $argument in
+      -h | --help) return ;;
+      *) if [[ $1 == bench ]]; then return 1; fi ;;
+    esac
+  done
+  return 1
+}
+
 # ---- Set-up ----
 
 say() { printf '%s\n' "$*" >&2; }
@@ -84,6 +134,26 @@ say() { printf '%s\n' "$*" >&2; }
 fail() {
   say "error: $*"
   exit 1
+}
+
+# takes_nothing VERB ARGUMENTS...: fail where there are any.
+takes_nothing() {
+  if (($# > 1)); then fail "$1 takes no arguments, got ${*:2}; what it depends on is in variables: ./build.sh help"; fi
+}
+
+# check_number NAME LEAST MOST: fail unless this variable is a whole number in this range.
+check_number() {
+  local value=${!1}
+  if [[ ! $value =~ ^[0-9]{1,9}$ ]] || ((10#$value < $2 || 10#$value > $3)); then
+    fail "$1 must be a whole number from $2 to $3, got '$value'"
+  fi
+}
+
+check_server_variables() {
+  local name
+  for name in HTTP_PORT GRPC_PORT METRICS_PORT; do check_number "$name" 1 65535; done
+  check_number READY_TIMEOUT 1 86400
+  check_number EXIT_TIMEOUT 0 86400
 }
 
 step_pid=""
@@ -294,23 +364,29 @@ server() {
 
 verb_setup() {
   local model
+  takes_nothing setup "$@"
   set_up base
   model=$(default_model)
   say "ready: virtual environment in $VENV_DIR, default model in $model"
 }
 
 verb_demo() {
+  if (($# > 1)); then fail "demo takes one prompt, in quotes, got $# arguments: $*"; fi
+  check_server_variables
   set_up base
   server run -- "$PYTHON" -m paged_client "${1:-$DEFAULT_PROMPT}" --url "127.0.0.1:$GRPC_PORT" --protocol grpc \
     --max-tokens 256 --temperature 0
 }
 
 verb_serve() {
+  takes_nothing serve "$@"
+  check_server_variables
   set_up base
   server serve --address 0.0.0.0
 }
 
 verb_chat() {
+  check_server_variables
   set_up base
   server run --reuse-running -- "$PYTHON" -m paged_client --chat --url "127.0.0.1:$GRPC_PORT" --protocol grpc "$@"
 }
@@ -338,6 +414,7 @@ verb_sanitize() {
 
 verb_lint() {
   local folder folders status=0
+  takes_nothing lint "$@"
   # Tests pass wrong things on purpose, and tables of keyword arguments.
   local tests=(--allow-untyped-defs --allow-incomplete-defs --allow-untyped-decorators --no-warn-unused-ignores
     --disable-error-code=arg-type --disable-error-code=type-arg --disable-error-code=var-annotated
@@ -358,6 +435,7 @@ verb_lint() {
 }
 
 verb_perf() {
+  check_server_variables
   set_up base
   server run --reuse-running -- "$PYTHON" -m paged_engine.tools.perf --url "127.0.0.1:$GRPC_PORT" \
     --cache-dir "$CACHE_DIR/perf_analyzer" "$@"
@@ -406,8 +484,19 @@ main() {
   local verb=${1:-help}
   cd "$ROOT"
   case $verb in
-    setup | demo | serve | chat | test | sanitize | lint | perf | bench | models | image) "verb_$verb" "${@:2}" ;;
-    help | -h | --help) show_help ;;
+    help | -h | --help)
+      verb=${2:-}
+      if [[ -z $verb || $verb == help ]]; then
+        show_help
+        return
+      fi
+      set -- "$verb" --help
+      ;;
+  esac
+  case $verb in
+    setup | demo | serve | chat | test | sanitize | lint | perf | bench | models | image)
+      if asks_for_help "$@"; then explain "$verb"; else "verb_$verb" "${@:2}"; fi
+      ;;
     *)
       show_help >&2
       fail "there is no verb $verb"

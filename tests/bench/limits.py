@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes read and floating-point operations per second, and the weights that every step has to go through."""
+    """Bytes read and operations per second, and the weights that every step has to go through."""
 
     bandwidth: float
     matmul_rate: float
@@ -24,7 +24,7 @@ class Limits:
 
     @classmethod
     def measure(cls, checkpoint: Path, dtype: torch.dtype) -> Limits:
-        """Measure the machine, and count the weights of a checkpoint folder as if they were of `dtype`."""
+        """Measure the machine, and count the weights of a checkpoint folder as if they were of `dtype`, which may be int8."""
         num_weights = count_weights(checkpoint)
         return cls(copy_bandwidth(), matmul_rate(dtype), num_weights, num_weights * dtype.itemsize)
 
@@ -38,7 +38,7 @@ class Limits:
     def __str__(self) -> str:
         return (
             f"{self.num_weights / 1e6:.0f} M weights, {self.bandwidth / 1e9:.0f} GB/s, "
-            f"{self.matmul_rate / 1e12:.2f} TFLOP/s"
+            f"{self.matmul_rate / 1e12:.2f} TOP/s"
         )
 
 
@@ -49,9 +49,10 @@ def copy_bandwidth() -> float:
 
 
 def matmul_rate(dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a 1024 x 2048 x 2048 matmul; the best of five."""
+    """Operations per second of a 1024 x 2048 x 2048 matmul; the best of five."""
     left, right = torch.randn(1024, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
-    return 2 * 1024 * 2048 * 2048 / min(_seconds(lambda: left @ right) for _ in range(5))
+    multiply = torch._int_mm if dtype == torch.int8 else torch.matmul
+    return 2 * 1024 * 2048 * 2048 / min(_seconds(lambda: multiply(left, right)) for _ in range(5))
 
 
 def count_weights(checkpoint: Path) -> int:

@@ -61,7 +61,8 @@ def main() -> None:
     parameters = {"num_pages": "1024", "max_seq_len": "2048", **dict(item.split("=") for item in options.set)}
     say("loading the model")
     engine = load_engine(EngineConfig.from_parameters({"model": model, "dtype": options.dtype, **parameters}))
-    limits = Limits.measure(Path(model), getattr(torch, options.dtype))
+    int8 = engine.config.weight_dtype == "int8"
+    limits = Limits.measure(Path(model), torch.int8 if int8 else getattr(torch, options.dtype))
     rows, results = [], []
     for load in choose_loads(options.quick):
         say(load.name)

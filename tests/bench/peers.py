@@ -31,7 +31,7 @@ from loads import Load, choose_loads
 from peer_engines import PEERS, start_peer
 from report import CACHE_DIR, machine, markdown_table, save, say
 
-from paged_engine.loading import usable_cores
+from paged_engine.control_groups import usable_cores
 from paged_engine.text.tokenizer import Tokenizer
 from paged_engine.tools.default_model import default_model, packaged_gguf
 

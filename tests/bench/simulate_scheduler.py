@@ -20,19 +20,18 @@ for the same `--seed`.
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import math
-import random
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
+from replay import Observed, Replay
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from traffic import Traffic
 
 from paged_engine.config import EngineConfig
 from paged_engine.request import SamplingParams
@@ -53,198 +52,6 @@ CONSTANTS = {
     "overtaking_ratio": (chunking, "OVERTAKING_RATIO"),
     "spare_pages": (scheduler, "SPARE_PAGES_PER_RUNNING"),
 }
-
-
-@dataclass(order=True)
-class Arrival:
-    """One request: what is asked, and what the conversation it belongs to asks after it."""
-
-    time: float
-    prompt: array[int] = field(compare=False)
-    num_output: int = field(compare=False)
-    max_tokens: int = field(compare=False)
-    follow_ups: list[tuple[float, int, int]] = field(default_factory=list, compare=False)
-    """Seconds of thought after the answer, tokens of the next question, tokens of its answer."""
-
-
-@dataclass
-class Observed:
-    """What a replay measured; times in seconds and in steps."""
-
-    first_seconds: list[float] = field(default_factory=list)
-    first_steps: list[int] = field(default_factory=list)
-    short_first_seconds: list[float] = field(default_factory=list)
-    between_seconds: list[float] = field(default_factory=list)
-    between_steps: list[int] = field(default_factory=list)
-    pages_held: list[float] = field(default_factory=list)
-    num_steps: int = 0
-    num_computed: int = 0
-    num_needed: int = 0
-    num_prompt: int = 0
-    num_output: int = 0
-    num_preemptions: int = 0
-    num_cached: int = 0
-    seconds: float = 0.0
-
-
-class Traffic:
-    """Makes traces; lengths are cut to what a sequence may have."""
-
-    def __init__(self, seed: int, seconds: float, rate: float, max_seq_len: int) -> None:
-        self.random = random.Random(seed)
-        self.seconds = seconds
-        self.rate = rate
-        self.max_seq_len = max_seq_len
-        self.next_token = itertools.count(1)
-
-    def tokens(self, count: int) -> array[int]:
-        """Tokens that occur nowhere else."""
-        return array("i", itertools.islice(self.next_token, count))
-
-    def length(self, median: float, sigma: float) -> int:
-        """A log-normal number of tokens."""
-        return max(
-            1, min(self.max_seq_len // 2 - 1, round(self.random.lognormvariate(math.log(median), sigma)))
-        )
-
-    def arrival_times(self, rate: float) -> Iterator[float]:
-        """A Poisson process."""
-        now = self.random.expovariate(rate)
-        while now < self.seconds:
-            yield now
-            now += self.random.expovariate(rate)
-
-    def request(self, now: float, prompt: float = 1020, prompt_sigma: float = 0.5) -> Arrival:
-        """One request of its own; its client asks for up to four times of what will come."""
-        num_prompt, num_output = self.length(prompt, prompt_sigma), self.length(129, 0.99)
-        limit = self.max_seq_len - num_prompt
-        max_tokens = min(limit, max(num_output, self.random.choice([256, 512, 4 * num_output])))
-        return Arrival(now, self.tokens(num_prompt), min(num_output, max_tokens), max_tokens)
-
-    def poisson(self) -> list[Arrival]:
-        """Independent arrivals."""
-        return [self.request(now) for now in self.arrival_times(self.rate)]
-
-    def bursts(self) -> list[Arrival]:
-        """The same mean rate, 40 at a time."""
-        return [
-            self.request(now + self.random.random())
-            for now in self.arrival_times(self.rate / 40)
-            for _ in range(40)
-        ]
-
-    def tail(self) -> list[Arrival]:
-        """Short questions and, one in ten, a long document."""
-        return [
-            self.request(now, 6000, 0.3) if self.random.random() < 0.1 else self.request(now, 60, 0.8)
-            for now in self.arrival_times(self.rate)
-        ]
-
-    def chat(self) -> list[Arrival]:
-        """Conversations of about five turns; the rate counts turns."""
-        system = self.tokens(400)
-        arrivals = []
-        for now in self.arrival_times(self.rate / 5):
-            turns = [
-                (self.random.expovariate(1 / 20), self.length(60, 0.8), self.length(129, 0.6))
-                for _ in range(self.random.randint(2, 8))
-            ]
-            _, question, answer = turns.pop(0)
-            arrivals.append(Arrival(now, system + self.tokens(question), answer, max(answer, 512), turns))
-        return arrivals
-
-
-class Replay:
-    """One run of a trace: an event loop whose time is the sum of the steps' modelled times."""
-
-    def __init__(
-        self, config: EngineConfig, num_pages: int, step_seconds: float, token_seconds: float
-    ) -> None:
-        self.pool = PagePool(num_pages, config.page_size, config.enable_prefix_caching)
-        self.scheduler = scheduler.Scheduler(config, self.pool)
-        self.max_num_tokens = config.max_num_tokens
-        self.can_chunk = config.enable_chunked_prefill
-        self.step_seconds = step_seconds
-        self.token_seconds = token_seconds
-        self.now = 0.0
-        self.observed = Observed()
-        self.asked: dict[Sequence, Arrival] = {}
-        self.last_token: dict[Sequence, tuple[float, int]] = {}
-        self.next_output = itertools.count(-1, -1)
-
-    def run(self, arrivals: list[Arrival]) -> Observed:
-        """Serve all arrivals to their ends."""
-        self.events = list(arrivals)
-        heapq.heapify(self.events)
-        while self.events or self.scheduler.has_work:
-            if not self.scheduler.has_work:
-                self.now = max(self.now, self.events[0].time)
-            while self.events and self.events[0].time <= self.now:
-                self.submit(heapq.heappop(self.events))
-            if self.scheduler.has_work:
-                self.step()
-        self.observed.seconds = self.now
-        self.observed.num_preemptions = self.scheduler.num_preemptions
-        self.observed.num_cached = self.scheduler.num_prefix_cached_tokens
-        return self.observed
-
-    def submit(self, arrival: Arrival) -> None:
-        """Queue a request, unless it would be refused: a prompt that needs chunks where there are none."""
-        if not self.can_chunk and len(arrival.prompt) > self.max_num_tokens:
-            return
-        sequence = Sequence(
-            "",
-            arrival.prompt,
-            SAMPLING,
-            max_num_tokens=len(arrival.prompt) + arrival.max_tokens,
-            arrival_time=arrival.time,
-        )
-        self.asked[sequence] = arrival
-        self.last_token[sequence] = (arrival.time, self.observed.num_steps)
-        self.scheduler.add(sequence)
-
-    def step(self) -> None:
-        """Plan, let the modelled time pass, take in the new tokens."""
-        plan = self.scheduler.plan()
-        self.now += self.step_seconds + plan.num_tokens * self.token_seconds
-        self.observed.num_steps += 1
-        self.observed.num_computed += plan.num_tokens
-        self.observed.pages_held.append(self.pool.num_held / self.pool.num_total)
-        sampling = [item.sequence for item in plan.ranges if item.samples]
-        self.scheduler.advance(plan)
-        for sequence in sampling:
-            self.take_token(sequence)
-
-    def take_token(self, sequence: Sequence) -> None:
-        """Note how long a token took, and end the sequence with its last."""
-        seen, asked = self.observed, self.asked[sequence]
-        before, step_before = self.last_token[sequence]
-        if sequence.num_output_tokens == 0:
-            seen.first_seconds.append(self.now - before)
-            seen.first_steps.append(seen.num_steps - step_before)
-            if sequence.num_prompt_tokens <= 200:
-                seen.short_first_seconds.append(self.now - before)
-        else:
-            seen.between_seconds.append(self.now - before)
-            seen.between_steps.append(seen.num_steps - step_before)
-        self.last_token[sequence] = (self.now, seen.num_steps)
-        self.scheduler.append_token(sequence, next(self.next_output))
-        if sequence.num_output_tokens >= asked.num_output:
-            self.end(sequence, asked)
-
-    def end(self, sequence: Sequence, asked: Arrival) -> None:
-        """Finish a sequence and, in a conversation, let the user think about the next question."""
-        self.scheduler.finish(sequence)
-        self.observed.num_needed += sequence.num_tokens - 1 - sequence.num_cached
-        self.observed.num_prompt += sequence.num_prompt_tokens
-        self.observed.num_output += sequence.num_output_tokens
-        del self.asked[sequence], self.last_token[sequence]
-        if asked.follow_ups:
-            thought, question, answer = asked.follow_ups[0]
-            new_tokens = array("i", (next(self.next_output) for _ in range(question)))
-            prompt = sequence.token_ids + new_tokens
-            follow_up = Arrival(self.now + thought, prompt, answer, max(answer, 512), asked.follow_ups[1:])
-            heapq.heappush(self.events, follow_up)
 
 
 def percentile(values: list[float] | list[int], percent: int) -> float:

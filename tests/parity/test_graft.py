@@ -97,7 +97,7 @@ def test_int8_weights_stay_near(tmp_path: Path) -> None:
     grafted = Grafted(folder, dtype="bfloat16", int8=True)
     got = grafted.step((grafted.sequence(prompt), 0, 60))
     exact = reference_logits(folder, prompt)
-    assert 1e-4 < (got - exact).norm() / exact.norm() < 0.05
+    assert 1e-4 < (got - exact).norm() / exact.norm() < 0.1
 
 
 def test_the_originals_weights_are_dropped(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_bfloat16_and_int8_stay_near(tmp_path: Path, name: str, int8: bool) -> N
     native = Grafted(tmp_path / "half", dtype="bfloat16", int8=int8)
     ours = error(native.step((native.sequence(prompt), 0, 60)))
     theirs = error(reference_logits(tmp_path / "half", prompt, torch.bfloat16))
-    assert 1e-4 < ours < (0.06 if int8 else 1.2 * theirs)
+    assert 1e-4 < ours < (0.1 if int8 else 1.2 * theirs)
 
 
 def test_replaced_weights_are_dropped(tmp_path: Path) -> None:

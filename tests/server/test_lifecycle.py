@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 import time
@@ -109,6 +110,18 @@ def unload(server: TritonServer) -> None:
     assert not server.shared_memory_files()
     assert not families(server)
     assert generate(server, HELLO).error
+
+
+def test_the_log_has_the_effective_configuration_once_with_the_pools_size(tiny_server):
+    log = tiny_server.log_text()
+    assert log.count("effective configuration: ") == 1
+    values = dict(re.findall(r"(\w+)=([^,\s\"]+)", log.split("effective configuration: ")[1].splitlines()[0]))
+    pool = re.search(r"KV cache: (\d+) pages of (\d+) tokens = (\d+) tokens, [\d.]+ MiB", log)
+    assert pool is not None
+    num_pages, page_size, num_tokens = map(int, pool.groups())
+    assert (int(values["num_pages"]), int(values["page_size"])) == (num_pages, page_size)
+    assert num_tokens == num_pages * page_size > 0
+    assert int(values["max_num_tokens"]) > 0 < int(values["max_seq_len"])
 
 
 def check_refused(server: TritonServer, parameters: dict[str, Any], words: list[str]) -> None:

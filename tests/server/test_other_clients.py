@@ -255,6 +255,20 @@ class TestOpenAiFrontend:
             answer = grpc_infer(tiny_server, {"text_input": PROMPTS[0], "sampling_parameters": sampling})
             assert answer.error is not None and word in answer.error
 
+    def test_a_tool_that_must_be_called(self, tiny_server):
+        """Its guide is JSON in JSON in JSON, with every field of vLLM's object."""
+        guide = {
+            "json": json.dumps({"enum": ["yes", "no"]}),
+            "regex": None,
+            "backend": None,
+            "disable_fallback": False,
+        }
+        sampling = json.dumps({**CHAT, "guided_decoding": json.dumps(guide)})
+        answer = grpc_infer(
+            tiny_server, {"text_input": PROMPTS[0], "sampling_parameters": sampling}
+        ).checked()
+        assert json.loads(answer.text) in ("yes", "no")
+
 
 class TestGenaiPerf:
     """The load generator: counts as strings, and over HTTP every field as a list of one."""

@@ -105,11 +105,6 @@ class TritonServer:
         return f"{self.process.host}:{self.process.ports.grpc}"
 
     @property
-    def metrics_url(self) -> str:
-        """URL of the metrics page."""
-        return f"http://{self.process.host}:{self.process.ports.metrics}/metrics"
-
-    @property
     def pid(self) -> int:
         """Process id of tritonserver."""
         return self.process.pid

@@ -52,12 +52,28 @@ def test_a_bad_page_size_names_key_value_and_range(value: str) -> None:
     [
         ("page_sze", "page_size"),
         ("max_tokens", "max_num_tokens"),
+        ("max_num_batched_tokens", "max_num_tokens"),
+        ("max_model_len", "max_seq_len"),
+        ("batch_size", "max_batch_size"),
+        ("enable_chunked_context", "enable_chunked_prefill"),
+        ("kv_cache_free_gpu_mem_fraction", "kv_cache_memory_fraction"),
+        ("num-pages", "num_pages"),
         ("ENABLE_CHUNKED_PREFILL", "enable_chunked_prefill"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(key: str, suggestion: str) -> None:
     with pytest.raises(ConfigurationError, match=f"unknown parameter '{key}'; did you mean '{suggestion}'"):
         EngineConfig.from_parameters(parameters(**{key: "1"}))
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["chunk_sze", "swap_space", "decoupled_mode", "log_level", "lora", "port", "quantization"],
+)
+def test_a_key_that_is_like_no_other_gets_no_suggestion(key: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        EngineConfig.from_parameters(parameters(**{key: "1"}))
+    assert str(caught.value) == f"unknown parameter '{key}'"
 
 
 def test_an_unknown_key_is_refused_even_when_unset() -> None:

@@ -22,6 +22,9 @@ from paged_client.errors import InvalidRequest
 Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 """Text that is taken as it is, token ids, or a conversation (see `Message`) for the checkpoint's chat template."""
 
+_LEAST_SIMILARITY = 0.72
+"""How like a known option's name, by difflib's ratio, an unknown one must be to count as a misspelling of it."""
+
 
 class GenerationOptions(TypedDict, total=False):
     """The keyword arguments of `stream` and `generate`; None means not given, and the server's default applies.
@@ -263,9 +266,8 @@ def _describe(value: object) -> str:
 def _unknown_option(name: str) -> str:
     if name in ("stream", *_ALWAYS_ASKED):
         return f"{name!r} is set by this client itself"
-    nearest = difflib.get_close_matches(
-        name, [*_OPTION_TYPES, "sampling_parameters", "timeout_s", "request_id"], n=1
-    )
+    known = [*_OPTION_TYPES, "sampling_parameters", "timeout_s", "request_id"]
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=_LEAST_SIMILARITY)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return (
         f"unknown option {name!r}; {hint}Keys that only the server knows go into sampling_parameters={{...}}"

@@ -6,7 +6,7 @@ Runs outside the step loop (tokenizing a prompt of megabytes takes seconds) and 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +121,7 @@ class Admission:
             count = self._most_prompt_tokens(request.sampling)
         if len(token_ids) <= count:
             return token_ids
-        if not isinstance(request.prompt, list) and token_ids[0] == self._tokenizer.bos_token_id:
+        if isinstance(request.prompt, (str, Chat)) and token_ids[0] == self._tokenizer.bos_token_id:
             return [token_ids[0], *token_ids[len(token_ids) - count + 1 :]]
         return token_ids[-count:]
 
@@ -137,13 +137,13 @@ class Admission:
         fits = config.max_seq_len - max(1, num_reserved)
         return fits if config.enable_chunked_prefill else min(fits, config.max_num_tokens)
 
-    def _checked_token_ids(self, token_ids: list[int]) -> list[int]:
+    def _checked_token_ids(self, token_ids: Iterable[int]) -> list[int]:
         for token_id in token_ids:
             if not 0 <= token_id < self._vocab_size:
                 raise RequestError.invalid(
                     f"input_ids must be token ids from 0 to {self._vocab_size - 1}, got {token_id}"
                 )
-        return token_ids
+        return list(token_ids)
 
     def _room_for_output(self, num_prompt_tokens: int) -> int:
         """Output tokens that fit behind the prompt; raises where there is no room for a single one."""

@@ -31,7 +31,8 @@ class EngineConfig(BaseModel):
         "auto", description="auto, flashinfer, cpu or torch"
     )
     weight_dtype: Literal["auto", "int8"] = Field(
-        "auto", description="auto or int8; int8 quantizes the weights at load, on a CPU"
+        "auto",
+        description="auto or int8; int8 quantizes the weights at load, and what they are multiplied with, on a CPU",
     )
     graft: Flag = Field(
         True,
@@ -95,6 +96,12 @@ class EngineConfig(BaseModel):
     max_queue_size: Whole = Field(
         1024, ge=1, le=1 << 20, description="a whole number from 1 to 1048576; waiting requests"
     )
+    max_queue_bytes: Whole = Field(
+        256 << 20,
+        ge=1,
+        le=1 << 40,
+        description="a whole number from 1 to 2^40; bytes that waiting requests may hold",
+    )
     default_timeout_ms: Whole = Field(
         0, ge=0, le=_MAX_INT32, description="a whole number >= 0; milliseconds, 0 is none"
     )
@@ -135,12 +142,17 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> EngineConfig:
-        """A sequence must hold a prompt and an answer, a step more than one page and more than one token for each sequence
-        (the chunk unit is the page)."""
+        """A sequence must hold a prompt and an answer, the queue the longest prompt, a step more than one page and more than
+        one token for each sequence (the chunk unit is the page)."""
         if self.max_seq_len == 1:
             raise ValueError(
                 "max_seq_len must be at least 2, a token of the prompt and one of the answer, or 0 for the checkpoint's, "
                 "got 1"
+            )
+        if self.max_queue_bytes < self.max_prompt_bytes:
+            raise ValueError(
+                f"max_queue_bytes must be at least max_prompt_bytes = {self.max_prompt_bytes}, or a prompt of that size could "
+                f"never wait, got {self.max_queue_bytes}"
             )
         floor = self._most_tokens_of_one_kind
         if self.max_num_tokens and self.max_num_tokens <= floor:

@@ -6,9 +6,7 @@ Everything that can be wrong with a configuration on this machine is found here,
 from __future__ import annotations
 
 import logging
-import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from paged_engine.admission import Admission
 from paged_engine.attention.interface import AttentionBackend, AttentionSetup
 from paged_engine.attention.select import select_backend
 from paged_engine.config import EngineConfig
+from paged_engine.control_groups import usable_cores
 from paged_engine.engine import Engine
 from paged_engine.errors import ConfigurationError
 from paged_engine.execution.cuda_graphs import make_decode_graphs
@@ -126,7 +125,7 @@ def _graft(config: EngineConfig, model: LoadedModel, backend: AttentionBackend) 
     if int8 and model.dtype != torch.bfloat16:
         dtype = str(model.dtype).removeprefix("torch.")
         raise ConfigurationError(
-            f"weight_dtype must be auto with dtype {dtype}, got int8: int8 weights are computed with in bfloat16, so set "
+            f"weight_dtype must be auto with dtype {dtype}, got int8: int8 weights are made of bfloat16 ones, so set "
             "dtype to bfloat16"
         )
     grafted = None
@@ -151,16 +150,6 @@ def _graft(config: EngineConfig, model: LoadedModel, backend: AttentionBackend) 
             "and only in linear layers that they take"
         )
     return grafted
-
-
-def usable_cores() -> int:
-    """Cores this process may use: its CPU affinity, and the cgroup's quota where there is one."""
-    affinity = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
-    except (OSError, ValueError):
-        return affinity
-    return affinity if quota == "max" else max(1, min(affinity, round(int(quota) / int(period))))
 
 
 def _sampling_defaults(generation_config: GenerationConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Nothing here knows Triton (serving/contract.py builds these) and nothing here ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ class Chat:
     """Further variables for the template."""
 
 
-Prompt = str | list[int] | Chat
+Prompt = str | Sequence[int] | Chat
 """Text, token ids, or a conversation."""
 
 

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
 _MAX_SHOWN_CHARACTERS = 60
+_LEAST_SIMILARITY = 0.72
+"""Of difflib's ratio: typos and other servers' names for a thing lie above, words that merely share letters below."""
 _TRUE = ("true", "1")
 _FALSE = ("false", "0")
 
@@ -22,7 +24,8 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
     """The known key that `key` is probably a misspelling of, or None when nothing is close."""
     if len(key) > _MAX_SHOWN_CHARACTERS:
         return None  # the search takes time by the length
-    matches = difflib.get_close_matches(key.lower(), list(known), n=1, cutoff=0.5)
+    spelling = key.lower().replace("-", "_")
+    matches = difflib.get_close_matches(spelling, list(known), n=1, cutoff=_LEAST_SIMILARITY)
     return matches[0] if matches else None
 
 

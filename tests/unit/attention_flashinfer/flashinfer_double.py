@@ -8,12 +8,32 @@ suite's narrow tolerances want it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from itertools import pairwise
-
 import torch
-from torch.nn import functional
+from flashinfer_kernels import append, attend, demand
+from flashinfer_ops import (
+    apply_rope_with_cos_sin_cache_inplace,
+    fused_add_rmsnorm,
+    gelu_and_mul,
+    gelu_tanh_and_mul,
+    gemma_fused_add_rmsnorm,
+    gemma_rmsnorm,
+    rmsnorm,
+    silu_and_mul,
+)
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "append_paged_kv_cache",
+    "apply_rope_with_cos_sin_cache_inplace",
+    "fused_add_rmsnorm",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm",
+    "rmsnorm",
+    "silu_and_mul",
+]
 
 HEAD_DIMS = (64, 128, 256, 512)
 CUDA_CORE_GROUP_SIZES = (1, 2, 3, 4, 8)
@@ -34,25 +54,25 @@ def append_paged_kv_cache(
     """Write each row into the page and place that its sequence's page table has for its position."""
     k_cache, v_cache = _unpacked(paged_kv_cache, kv_layout)
     for indices in (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len):
-        _demand(indices.dtype == torch.int32 and indices.is_contiguous(), "indices are contiguous int32")
-    _demand(len(kv_indptr) == len(kv_last_page_len) + 1, "indptr has one entry more than there are sequences")
-    _demand(len(batch_indices) == len(positions) == len(append_key), "one index for each row")
+        demand(indices.dtype == torch.int32 and indices.is_contiguous(), "indices are contiguous int32")
+    demand(len(kv_indptr) == len(kv_last_page_len) + 1, "indptr has one entry more than there are sequences")
+    demand(len(batch_indices) == len(positions) == len(append_key), "one index for each row")
     for heads in (append_key, append_value):
-        _demand(heads.shape[1:] == k_cache.shape[2:], "rows have the cache's heads")
+        demand(heads.shape[1:] == k_cache.shape[2:], "rows have the cache's heads")
         # The kernel takes the rows' memory for the cache's dtype without looking.
-        _demand(
+        demand(
             heads.dtype == k_cache.dtype and heads.stride(-1) == 1,
             "rows have the cache's dtype, heads contiguous",
         )
-    _append(append_key, append_value, batch_indices, positions, k_cache, v_cache, kv_indices, kv_indptr)
+    append(append_key, append_value, batch_indices, positions, k_cache, v_cache, kv_indices, kv_indptr)
 
 
 class _Wrapper:
     """What the two wrappers have in common."""
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str) -> None:
-        _demand(kv_layout in ("NHD", "HND"), "the layout is NHD or HND")
-        _demand(backend == "fa2", "the backend is fa2; others choose kernels by machine and version")
+        demand(kv_layout in ("NHD", "HND"), "the layout is NHD or HND")
+        demand(backend == "fa2", "the backend is fa2; others choose kernels by machine and version")
         self._layout = kv_layout
         self._workspace = float_workspace_buffer
         self._plan_memory = torch.empty(8 << 20, dtype=torch.uint8, device=float_workspace_buffer.device)
@@ -82,22 +102,20 @@ class _Wrapper:
         dtypes: tuple[torch.dtype | str, torch.dtype | str],
     ) -> None:
         for tensor in (query_starts, indptr, last_page_len):
-            _demand(
-                tensor.dtype == torch.int32 and tensor.device.type == "cpu", "plan takes int32 on the CPU"
-            )
-        _demand(indices.dtype == torch.int32, "page numbers are int32")
-        _demand(
+            demand(tensor.dtype == torch.int32 and tensor.device.type == "cpu", "plan takes int32 on the CPU")
+        demand(indices.dtype == torch.int32, "page numbers are int32")
+        demand(
             bool((last_page_len >= 1).all() and (last_page_len <= page_size).all()),
             "1 <= last_page_len <= page_size",
         )
-        _demand(
+        demand(
             int(indptr[-1]) == len(indices) and len(indptr) == len(last_page_len) + 1, "the page table is CSR"
         )
-        _demand(bool((indptr.diff() >= 1).all() and (query_starts.diff() >= 1).all()), "no sequence is empty")
-        _demand(head_dim in HEAD_DIMS, f"the head size is one of {HEAD_DIMS}")
-        _demand(num_heads[0] % num_heads[1] == 0, "query heads are a multiple of key-value heads")
-        _demand(pos_encoding_mode == "NONE", "positions are encoded outside")
-        _demand(dtypes[0] in QUERY_DTYPES, "queries are in 16 bits")
+        demand(bool((indptr.diff() >= 1).all() and (query_starts.diff() >= 1).all()), "no sequence is empty")
+        demand(head_dim in HEAD_DIMS, f"the head size is one of {HEAD_DIMS}")
+        demand(num_heads[0] % num_heads[1] == 0, "query heads are a multiple of key-value heads")
+        demand(pos_encoding_mode == "NONE", "positions are encoded outside")
+        demand(dtypes[0] in QUERY_DTYPES, "queries are in 16 bits")
         self._num_heads, self._head_dim, self._page_size = num_heads, head_dim, page_size
         self._dtypes = dtypes
         self._causal, self._window_left = causal, window_left
@@ -119,22 +137,22 @@ class _Wrapper:
         indices: torch.Tensor,
         last_page_len: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        _demand(self._is_planned, "run comes after plan")
+        demand(self._is_planned, "run comes after plan")
         k_cache, v_cache = _unpacked(paged_kv_cache, self._layout)
-        _demand((q.dtype, k_cache.dtype) == self._dtypes, "dtypes are the planned ones")
-        _demand(
+        demand((q.dtype, k_cache.dtype) == self._dtypes, "dtypes are the planned ones")
+        demand(
             q.shape == (self._num_rows, self._num_heads[0], self._head_dim), "queries have the planned shape"
         )
-        _demand(
+        demand(
             k_cache.shape[1:] == (self._page_size, self._num_heads[1], self._head_dim), "and so has the cache"
         )
-        _demand(q.stride(-1) == 1, "a head's values lie beside each other")
+        demand(q.stride(-1) == 1, "a head's values lie beside each other")
         out = torch.empty_like(q) if out is None else out
-        _demand(
+        demand(
             out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous(), "out is like q, contiguous"
         )
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        _attend(
+        attend(
             q, k_cache, v_cache, query_starts, indptr, indices, last_page_len, self._plan_memory, out, lse,
             self._causal, self._window_left, self._soft_cap, self._scale,
         )  # fmt: skip
@@ -202,13 +220,13 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         backend: str = "auto",
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, backend)
-        _demand(not bool(float_workspace_buffer[: 1 << 20].any()), "the workspace is zeroed for decoding")
+        demand(not bool(float_workspace_buffer[: 1 << 20].any()), "the workspace is zeroed for decoding")
         self._use_tensor_cores = use_tensor_cores
         self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if use_cuda_graph:
             buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
             indptr, indices, last_page_len = (buffer for buffer in buffers if buffer is not None)
-            _demand(len(indptr) == len(last_page_len) + 1, "the buffers are for one batch size")
+            demand(len(indptr) == len(last_page_len) + 1, "the buffers are for one batch size")
             self._buffers = indptr, indices, last_page_len
 
     def plan(
@@ -230,7 +248,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     ) -> None:
         """Prepare any number of runs over the same sequences; with buffers, of replays of what was captured."""
         group_size = num_qo_heads // num_kv_heads
-        _demand(
+        demand(
             self._use_tensor_cores or group_size in CUDA_CORE_GROUP_SIZES,
             f"no decode kernel for groups of {group_size}",
         )
@@ -241,8 +259,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         )  # fmt: skip
         self._tables = (counts, indptr, indices, last_page_len)
         if self._buffers is not None:
-            _demand(len(last_page_len) == len(self._buffers[2]), "the batch size is the captured one")
-            _demand(len(indices) <= len(self._buffers[1]), "the page numbers fit their buffer")
+            demand(len(last_page_len) == len(self._buffers[2]), "the batch size is the captured one")
+            demand(len(indices) <= len(self._buffers[1]), "the page numbers fit their buffer")
             self._buffers[0].copy_(indptr)
             self._buffers[1][: len(indices)].copy_(indices)
             self._buffers[2].copy_(last_page_len)
@@ -260,165 +278,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         return self._run(q, paged_kv_cache, out, return_lse, *self._tables)
 
 
-def rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """input / RMS(input) · weight."""
-    return _normed(input, weight, eps, 0.0)
-
-
-def gemma_rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """input / RMS(input) · (weight + 1)."""
-    return _normed(input, weight, eps, 1.0)
-
-
-def fused_add_rmsnorm(
-    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
-) -> None:
-    """residual += input; input = rmsnorm(residual)."""
-    _add_normed(input, residual, weight, eps, 0.0)
-
-
-def gemma_fused_add_rmsnorm(
-    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
-) -> None:
-    """residual += input; input = gemma_rmsnorm(residual)."""
-    _add_normed(input, residual, weight, eps, 1.0)
-
-
-def silu_and_mul(input: torch.Tensor) -> torch.Tensor:
-    """silu(first half) · second half of the last axis."""
-    return _activated(input, functional.silu)
-
-
-def gelu_tanh_and_mul(input: torch.Tensor) -> torch.Tensor:
-    """The same with GELU in its tanh approximation."""
-    return _activated(input, lambda gate: functional.gelu(gate, approximate="tanh"))
-
-
-def gelu_and_mul(input: torch.Tensor) -> torch.Tensor:
-    """The same with GELU."""
-    return _activated(input, functional.gelu)
-
-
-def apply_rope_with_cos_sin_cache_inplace(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    head_size: int,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool = True,
-) -> None:
-    """Rotate the first rotary_dim dimensions of each head; pairs are i and i + rotary_dim / 2 (neox), or 2i and 2i + 1."""
-    _demand(cos_sin_cache.dtype == torch.float32 and cos_sin_cache.is_contiguous(), "the table is float32")
-    _demand(positions.dtype in (torch.int32, torch.int64), "positions are integers")
-    rotary_dim = cos_sin_cache.shape[1]
-    _demand(rotary_dim <= head_size, "no more is rotated than there is")
-    cosines, sines = cos_sin_cache[positions][:, None].chunk(2, dim=-1)
-    for rows in (query, key):
-        _demand(rows.dim() == 2 and rows.stride(-1) == 1, "heads lie beside each other in a row")
-        rotated = rows.view(rows.shape[0], -1, head_size)[..., :rotary_dim]
-        half = rotary_dim // 2
-        first, second = (
-            (rotated[..., :half], rotated[..., half:]) if is_neox else (rotated[..., ::2], rotated[..., 1::2])
-        )
-        x, y = first.clone().float(), second.clone().float()
-        first.copy_(x * cosines - y * sines)
-        second.copy_(y * cosines + x * sines)
-
-
-def _normed(input: torch.Tensor, weight: torch.Tensor, eps: float, added: float) -> torch.Tensor:
-    _demand(input.dim() in (2, 3) and input.stride(-1) == 1, "rows, or heads in rows")
-    _demand(weight.dtype == input.dtype and weight.shape == input.shape[-1:], "the weight is like a row")
-    x = input.float()
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.float() + added)
-    return normed.to(input.dtype).contiguous()
-
-
-def _add_normed(
-    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, added: float
-) -> None:
-    _demand(input.dim() == 2 and input.shape == residual.shape, "input and residual are rows")
-    residual.add_(input)
-    input.copy_(_normed(residual, weight, eps, added))
-
-
-def _activated(input: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    _demand(input.is_contiguous() and input.shape[-1] % 2 == 0, "gate and up lie beside each other")
-    gate, up = input.float().chunk(2, dim=-1)
-    return (activation(gate) * up).to(input.dtype)
-
-
-def _demand(condition: bool, rule: str) -> None:
-    if not condition:
-        raise ValueError(f"FlashInfer's rule is broken: {rule}")
-
-
 def _unpacked(paged_kv_cache: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values, [num_pages, page_size, num_kv_heads, head_dim] in either layout."""
-    _demand(
-        paged_kv_cache.dim() == 5 and paged_kv_cache.shape[1] == 2, "the cache is 5-D, keys before values"
-    )
+    demand(paged_kv_cache.dim() == 5 and paged_kv_cache.shape[1] == 2, "the cache is 5-D, keys before values")
     k_cache, v_cache = paged_kv_cache.unbind(1)
     if kv_layout == "HND":
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     return k_cache, v_cache
-
-
-# The two kernels are operators, so that whoever records operators sees each as one and repeats it on what its tensors
-# hold then.
-
-
-@torch.library.custom_op("flashinfer_double::append", mutates_args=("k_cache", "v_cache"))
-def _append(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    batch_indices: torch.Tensor,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_indptr: torch.Tensor,
-) -> None:
-    page_size = k_cache.shape[1]
-    pages = kv_indices[kv_indptr[batch_indices] + positions // page_size]
-    k_cache[pages, positions % page_size] = key
-    v_cache[pages, positions % page_size] = value
-
-
-@torch.library.custom_op("flashinfer_double::attend", mutates_args=("out", "lse"))
-def _attend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    query_starts: torch.Tensor,
-    indptr: torch.Tensor,
-    indices: torch.Tensor,
-    last_page_len: torch.Tensor,
-    plan_memory: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    window_left: int,
-    soft_cap: float,
-    scale: float,
-) -> None:
-    page_size, num_kv_heads = k_cache.shape[1:3]
-    planned = plan_memory[: 4 * len(last_page_len)].view(torch.int32).tolist()
-    starts, pages_from, tail = query_starts.tolist(), indptr.tolist(), last_page_len.tolist()
-    for i, (start, end) in enumerate(pairwise(starts)):
-        kv_len = (pages_from[i + 1] - pages_from[i] - 1) * page_size + tail[i]
-        _demand(kv_len == planned[i], "a plan serves the runs up to the next plan in the same memory")
-        pages = indices[pages_from[i] : pages_from[i + 1]]
-        key, value = (
-            cache[pages].flatten(0, 1)[:kv_len].double().repeat_interleave(q.shape[1] // num_kv_heads, dim=1)
-            for cache in (k_cache, v_cache)
-        )
-        scores = torch.einsum("qhd,khd->hqk", q[start:end].double(), key) * scale
-        if soft_cap > 0:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
-        distance = (kv_len - (end - start) + torch.arange(end - start))[:, None] - torch.arange(kv_len)
-        hidden = (distance < 0) if causal else torch.zeros_like(distance, dtype=torch.bool)
-        if window_left >= 0:
-            hidden |= distance > window_left
-        scores = scores.masked_fill(hidden, -torch.inf)
-        out[start:end] = torch.einsum("hqk,khd->qhd", torch.softmax(scores, dim=-1), value).to(out.dtype)
-        lse[start:end] = torch.logsumexp(scores, dim=-1).T / math.log(2)

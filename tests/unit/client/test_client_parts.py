@@ -143,6 +143,12 @@ def test_an_unknown_option_names_the_way_for_the_servers_own_keys() -> None:
         build_request("x", {"logit_bias": {}}, stream=True)  # type: ignore[typeddict-unknown-key]
 
 
+@pytest.mark.parametrize("name", ["streaming", "max_length", "best_of", "prompt", "user", "do_sample"])
+def test_an_option_that_is_like_no_other_gets_no_suggestion(name: str) -> None:
+    with pytest.raises(TypeError, match=f"unknown option '{name}'; Keys that only the server knows"):
+        build_request("x", {name: 1}, stream=True)  # type: ignore[misc]
+
+
 @given(
     st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=5),
     st.lists(st.integers(1, 12), min_size=1, max_size=200),

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from attention_suite import BACKENDS
+import torch
+from attention_suite import BACKENDS, Case, PagedRun
 from test_attention_backends import *  # noqa: F403
 
 from paged_engine.attention.cpu_native import load_cpu_attention
+from paged_engine.attention.interface import BackendUnsupported
 
 BACKENDS["cpu"] = load_cpu_attention
 pytestmark = pytest.mark.parametrize("backend", ["cpu"])
+
+
+def test_cache_in_float8(backend: str) -> None:  # type: ignore[no-redef]
+    """The one case of the suite that this backend does not take, and says so."""
+    with pytest.raises(BackendUnsupported, match=r"must be float32, bfloat16 or float16, got torch\.float8"):
+        PagedRun(BACKENDS[backend], Case(cache_dtype=torch.float8_e4m3fn))

@@ -18,9 +18,13 @@ def weights(normal: torch.Generator, out_features: int, in_features: int, dtype:
     return (torch.randn(out_features, in_features, generator=normal) / in_features**0.5).to(dtype)
 
 
-def twin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, int8: bool) -> torch.Tensor:
-    codes, scales = reference.quantize_int8(weight) if int8 else (weight, None)
-    return reference.linear(x, codes, scales, bias, torch.float32)
+def twin(
+    kernels: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, int8: bool
+) -> torch.Tensor:
+    if not int8:
+        return reference.linear(x, weight, bias, torch.float32)
+    quantizes = kernels.quantizes_activations
+    return reference.int8_linear(x, weight, bias, torch.float32, quantizes_activations=quantizes)
 
 
 @kinds
@@ -35,7 +39,9 @@ def test_any_number_of_rows(
         x = torch.randn(num_rows, shape[1] + 32, generator=normal).to(dtype)[:, 32:]
         out = torch.full((num_rows, shape[0] + 3), 7.0)
         kernels.linear(x, packed, out[:, : shape[0]])
-        torch.testing.assert_close(out[:, : shape[0]], twin(x, weight, bias, int8), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            out[:, : shape[0]], twin(kernels, x, weight, bias, int8), rtol=1e-5, atol=1e-5
+        )
         assert (out[:, shape[0] :] == 7).all()
 
 
@@ -70,7 +76,7 @@ def test_gate_and_up_in_one(
         out = torch.empty(num_rows, 80)
         kernels.linear(x, packed, out)
         name = "silu" if activation == Activation.SILU else "gelu_tanh"
-        expected = reference.gate(twin(x, weight, bias, int8), name)
+        expected = reference.gate(twin(kernels, x, weight, bias, int8), name)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -82,7 +88,7 @@ def test_accumulates(kernels: NativeKernels, normal: torch.Generator, kind: tupl
     x, start = torch.randn(9, 64, generator=normal).to(dtype), torch.randn(9, 48, generator=normal)
     out = start.clone()
     kernels.linear(x, packed, out)
-    torch.testing.assert_close(out, start + twin(x, weight, None, int8), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, start + twin(kernels, x, weight, None, int8), rtol=1e-5, atol=1e-5)
 
 
 def test_output_is_rounded_once(kernels: NativeKernels, normal: torch.Generator) -> None:
@@ -101,37 +107,69 @@ def test_int8_weights_lose_little(kernels: NativeKernels, normal: torch.Generato
     assert (out - exact).norm() / exact.norm() < 0.01
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (5, 15), (40, 33), (100, 576)], ids=str)
-def test_quantization_is_that_of_the_twin(
-    kernels: NativeKernels, normal: torch.Generator, shape: tuple[int, int], dtype: torch.dtype
+def unit_rows(size: int) -> torch.Tensor:
+    """bfloat16 [size, size]: reads a weight back, channel by column, since a single value is quantized without loss."""
+    return torch.eye(size).bfloat16()
+
+
+def read_back(kernels: NativeKernels, weight: torch.Tensor) -> torch.Tensor:
+    """What the kernels keep of a weight in int8."""
+    out = torch.empty(weight.shape[1], weight.shape[0])
+    kernels.linear(
+        unit_rows(weight.shape[1]), kernels.pack_linear(weight, int8=True, output_dtype=torch.float32), out
+    )
+    return out.T
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (40, 64), (100, 576)], ids=str)
+def test_weights_are_quantized_like_the_twin_s(
+    kernels: NativeKernels, normal: torch.Generator, shape: tuple[int, int]
 ) -> None:
-    weight = weights(normal, *shape, dtype)
+    weight = weights(normal, *shape, torch.bfloat16) * torch.logspace(-6, 3, shape[0])[:, None].bfloat16()
     weight[-1] = 0  # no scale of its own
-    codes, scales = kernels.quantize_int8(weight)
-    expected_codes, expected_scales = reference.quantize_int8(weight)
-    assert torch.equal(codes, expected_codes)
-    assert torch.equal(scales, expected_scales)
-
-
-def test_quantization_rounds_halves_to_even(kernels: NativeKernels) -> None:
-    weight = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -127.0, 126.5]])
-    codes, scales = kernels.quantize_int8(weight)
-    assert scales.tolist() == [1.0]
-    assert codes.tolist() == [[127, 0, 2, 2, 0, -2, -127, 126]]
+    weight[0, :-1] = 0
+    expected = reference.dequantize_int8(*reference.quantize_int8(weight, torch.bfloat16))
+    if not kernels.quantizes_activations:
+        expected = expected.bfloat16().float()
+    torch.testing.assert_close(read_back(kernels, weight), expected, rtol=3e-7, atol=0)
 
 
 def test_every_int8_code_survives(kernels: NativeKernels) -> None:
-    """A weight of the codes -127 to 127 with scale one, read back through unit vectors."""
-    codes = torch.cat((torch.arange(-127.0, 128), torch.tensor([127.0]))).repeat(
-        32, 1
-    )  # 32 channels, 256 inputs
-    weight = codes.bfloat16()
-    packed = kernels.pack_linear(weight, int8=True, output_dtype=torch.float32)
-    for num_rows in (1, 256):
-        out = torch.empty(num_rows, 32)
-        kernels.linear(torch.eye(256).bfloat16()[:num_rows], packed, out)
-        assert torch.equal(out, codes.T[:num_rows])
+    """A weight of the codes -127 to 127 with scale one, read back."""
+    codes = torch.arange(-127.0, 129).clamp_max(126).view(8, 32)
+    codes[:, 0] = 127  # every group's largest
+    weight = codes.flatten().repeat(32, 1).bfloat16()  # 32 channels, 256 inputs
+    assert torch.equal(read_back(kernels, weight), weight.float())
+
+
+def test_activations_are_quantized_like_the_twin_s(kernels: NativeKernels, normal: torch.Generator) -> None:
+    """Weights of a single code 127 with scale one read the activations back; outliers cost their own group precision only."""
+    if not kernels.quantizes_activations:
+        pytest.skip("this variant leaves activations in bfloat16")
+    x = torch.randn(40, 256, generator=normal) * torch.logspace(-6, 6, 40)[:, None]
+    x[3, 40] = 1e4
+    x[5] = 0
+    x = x.bfloat16()
+    out = torch.empty(40, 256)
+    kernels.linear(x, kernels.pack_linear(127 * unit_rows(256), int8=True, output_dtype=torch.float32), out)
+    out /= 127
+    torch.testing.assert_close(out, reference.dequantize_int8(*reference.quantize_int8(x)), rtol=1e-6, atol=0)
+    assert (out[3, 64:] - x[3, 64:].float()).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_does_not_become_a_number(
+    kernels: NativeKernels, normal: torch.Generator, value: float
+) -> None:
+    x = torch.randn(3, 64, generator=normal).bfloat16()
+    x[1, 7] = value
+    out = torch.empty(3, 32)
+    packed = kernels.pack_linear(
+        weights(normal, 32, 64, torch.bfloat16), int8=True, output_dtype=torch.float32
+    )
+    kernels.linear(x, packed, out)
+    assert not out[1].isfinite().any()
+    assert out[[0, 2]].isfinite().all()
 
 
 def test_what_cannot_be_packed_is_said(kernels: NativeKernels) -> None:

@@ -25,6 +25,8 @@ from paged_engine.serving.sources import RawRequest
 
 WAIT_S = 20.0
 """How long a test waits for what must happen, before it fails."""
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+"""The answer to everything."""
 EOS_TOKEN_ID = 0
 VOCAB_SIZE = 128
 
@@ -275,3 +277,7 @@ class ServedModel:
         assert self.engine.statistics().num_pages_used == 0
         gauges = ("llm_requests_running", "llm_requests_waiting", "llm_kv_pages_used")
         wait_until(lambda: all(self.metrics.value(name) == 0 for name in gauges))
+
+
+Serve = Callable[..., ServedModel]
+"""The fixture `serve`: starts a service with these parameters of EngineConfig."""

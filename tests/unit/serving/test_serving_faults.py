@@ -1,65 +1,123 @@
-"""Faults on demand: each does what it says, to the request that asked for it."""
+"""The service between Triton and the engine: what a fault ends, and that everything else goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import NoReturn
 
 import pytest
-from serving_harness import ServedModel, wait_until
-
-from paged_engine.serving import faults
-
-Serve = Callable[..., ServedModel]
+from serving_harness import ALPHABET, MemoryResponder, Serve, wait_until
 
 
-def test_faults_are_off_unless_asked_for(serve: Serve) -> None:
-    assert not faults.are_enabled({})
-    assert not faults.are_enabled({"PAGED_ENGINE_FAULTS": "0"})
-    assert faults.are_enabled({"PAGED_ENGINE_FAULTS": "1"})
-    assert serve().ask("[[fault:prepare]]", max_tokens=1).wait().text == "a"
+def test_a_fault_in_tokenizing_ends_one_request(serve: Serve) -> None:
+    served = serve()
+
+    def before_encoding(text: str) -> None:
+        if text == "bad":
+            raise ZeroDivisionError("tokenizer")
+
+    served.tokenizer.before_encoding = before_encoding
+    bad, good = served.ask("bad"), served.ask("good")
+    assert bad.wait().error == "INTERNAL: ZeroDivisionError: tokenizer"
+    assert good.wait().text == ALPHABET
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("prepare", "INTERNAL: Fault: prepare"),
-        ("detokenize", "INTERNAL: Fault: detokenize"),
-        ("respond", "INTERNAL: the response failed: UnicodeEncodeError"),
-    ],
-)
-def test_a_fault_of_one_request_leaves_its_neighbours_alone(serve: Serve, fault: str, message: str) -> None:
-    served = serve(faults=True)
-    good = [served.ask(stream=True) for _ in range(3)]
-    bad = served.ask(f"please [[fault:{fault}]] now", stream=True)
-    assert bad.wait().error.startswith(message)
-    assert all(len(answer.wait().text) == 26 for answer in good)
+def test_a_fault_in_the_model_ends_those_of_the_step(serve: Serve) -> None:
+    served = serve()
+    served.model.failure = ZeroDivisionError("model")
+    assert served.ask().wait().error == "INTERNAL: ZeroDivisionError: model"
+    assert served.ask().wait().text == ALPHABET
+    assert served.service.is_ready()
     served.assert_clean()
 
 
-def test_a_fault_of_a_step_is_survived(serve: Serve) -> None:
-    served = serve(faults=True)
-    assert served.ask("[[fault:step]]").wait().error == "INTERNAL: the step failed: Fault: step"
-    assert served.ask().wait().error == ""
+def test_a_fault_in_the_scheduler_ends_those_in_the_engine_and_the_loop_goes_on(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve()
+    plan, faults = served.engine.scheduler.plan, [ZeroDivisionError("scheduler")]
+    monkeypatch.setattr(
+        served.engine.scheduler, "plan", lambda: plan() if not faults else raise_(faults.pop())
+    )
+    assert served.ask().wait().error == "INTERNAL: the step failed: ZeroDivisionError: scheduler"
     assert served.service.is_ready()
+    assert served.ask().wait().text == ALPHABET
+    served.assert_clean()
 
 
-def test_a_fatal_fault_is_not(serve: Serve) -> None:
-    served = serve(faults=True)
-    assert served.ask("[[fault:fatal]]").wait().error.startswith("INTERNAL")
+def test_an_engine_that_is_unsound_afterwards_is_not_used_any_more(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve()
+    served.model.pause_after(1)
+    running = served.ask(stream=True)
+    wait_until(lambda: served.metrics.value("llm_kv_pages_used") > 0)
+    untouched = [served.ask(stream=True) for _ in range(3)]
+    monkeypatch.setattr(served.engine.scheduler, "plan", lambda: raise_(ZeroDivisionError("scheduler")))
+    monkeypatch.setattr(served.engine, "check_integrity", lambda: raise_(ValueError("a page is lost")))
+    served.model.go_on()
+    assert running.wait().error.startswith("INTERNAL")
+    for answer in untouched:
+        assert answer.wait().error.startswith(("INTERNAL", "UNAVAILABLE"))
     wait_until(lambda: not served.service.is_ready())
-    assert served.ask().wait().error.startswith("UNAVAILABLE: the engine is down")
+    assert served.ask().wait().error == "UNAVAILABLE: the engine is down: ValueError: a page is lost"
+    wait_until(lambda: served.metrics.value("llm_kv_pages_used") == 0)
+    assert served.metrics.value("llm_requests_running") == 0
 
 
-def test_a_token_that_does_not_exist_reaches_the_model(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = serve(faults=True)
-    seen: list[int] = []
-    execute = served.model.execute
+def test_a_response_that_cannot_be_built_ends_one_request(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve()
+    decode_token = served.tokenizer.decode_token
+    monkeypatch.setattr(
+        served.tokenizer,
+        "decode_token",
+        lambda token_id: "\ud800" if token_id == ord("c") else decode_token(token_id),
+    )
+    bad, good = served.ask(stream=True), served.ask(stream=True, max_tokens=2)
+    assert bad.wait().error.startswith("INTERNAL: the response failed: UnicodeEncodeError")
+    assert bad.text == "ab"
+    assert good.wait().text == "ab"
+    served.assert_clean()
+    wait_until(lambda: served.metrics.value("llm_requests_total", outcome="error") == 1)
 
-    def watch(batch: Any) -> Any:
-        seen.extend(batch.token_ids.tolist())
-        return execute(batch)
 
-    monkeypatch.setattr(served.model, "execute", watch)
-    served.ask("[[fault:model]]", max_tokens=1).wait()
-    assert max(seen) == 2**31 - 1
+@pytest.mark.parametrize("failing", [1, 5])
+def test_a_response_that_cannot_be_sent_ends_one_request(serve: Serve, failing: int) -> None:
+    served = serve()
+    served.model.pause_after(failing - 1)
+    bad = served.ask(stream=True, max_tokens=5)
+    wait_until(lambda: len(bad.responses) == failing - 1)
+    bad.send_failure = OSError("the pipe is broken")
+    served.model.go_on()
+    assert bad.wait().error == "INTERNAL: the response failed: OSError: the pipe is broken"
+    assert served.ask().wait().text == ALPHABET
+    served.assert_clean()
+    wait_until(lambda: served.metrics.value("llm_requests_total") == 2)
+    assert served.metrics.value("llm_requests_total", outcome="error") == 1
+
+
+def test_a_request_that_cannot_be_read_is_answered(serve: Serve) -> None:
+    served = serve()
+    answer = MemoryResponder()
+    served.service.submit(lambda: raise_(ValueError("the tensor is on a GPU")), answer)
+    assert answer.wait().error == "INTERNAL: ValueError: the tensor is on a GPU"
+
+
+def test_a_step_that_hangs_makes_the_model_not_ready_until_it_ends(serve: Serve) -> None:
+    served = serve(wedged_after_s=0.3)
+    assert served.service.is_ready()
+    served.model.pause_after(2)
+    hanging = served.ask(stream=True)
+    assert hanging.wait().error.startswith("UNAVAILABLE: the engine hangs")
+    assert hanging.text == "ab"
+    assert not served.service.is_ready()
+    assert served.ask().wait().error.startswith("UNAVAILABLE: the engine hangs")
+    served.model.go_on()
+    wait_until(served.service.is_ready)
+    served.assert_clean()
+    assert served.ask().wait().text == ALPHABET
+
+
+def raise_(error: Exception) -> NoReturn:
+    raise error

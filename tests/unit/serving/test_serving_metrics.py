@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
-from serving_harness import MemoryMetrics, ServedModel, wait_until
+from serving_harness import MemoryMetrics, Serve, wait_until
 
 from paged_engine.engine import EngineStatistics
 from paged_engine.serving.metrics import Outcome, ServiceMetrics
-
-Serve = Callable[..., ServedModel]
 
 
 def statistics(**values: int) -> EngineStatistics:

@@ -82,9 +82,19 @@ def test_requests_are_copied_out_of_shared_memory(triton: ModuleType) -> None:
     assert raw.tensors["temperature"] == [0.1]
     assert str(raw.tensors["top_p"]) == "[nan]"
     assert raw.tensors["seed"] == [2**64 - 1]
-    assert raw.tensors["input_ids"] == []
+    assert list(raw.tensors["input_ids"]) == []
     assert raw.tensors["stream"] == [True]
     assert raw.parameters == "{}"
+
+
+def test_token_ids_take_the_memory_that_is_counted_for_them(triton: ModuleType) -> None:
+    shared = np.arange(100_000, 101_000, dtype=np.int32)
+    tensor = SimpleNamespace(name=lambda: "input_ids", as_numpy=lambda: shared)
+    raw = triton.read_request(SimpleNamespace(inputs=lambda: [tensor], parameters=lambda: ""))
+    token_ids = raw.tensors["input_ids"]
+    shared[:] = 0
+    assert list(token_ids) == list(range(100_000, 101_000))
+    assert 4000 <= raw.num_bytes <= sys.getsizeof(token_ids) < 5000
 
 
 def test_a_server_built_without_metrics_serves_all_the_same(

@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 
 FAKE_SERVER = """
-import http.server, os, signal, subprocess, sys, time
+import http.server, json, os, re, signal, subprocess, sys, time
 
 options = dict(word.lstrip("-").split("=", 1) for word in sys.argv[1:] if "=" in word)
 config = open(options["model-repository"] + "/llm/config.pbtxt").read()
 print("I0101 starting with", sys.argv[1:], flush=True)
 if "fail-at-start" in config:
-    print("E0101 failed to load 'llm': the disk is upside down", flush=True)
+    reason = "TritonModelException: the disk is upside down\\\\n\\\\nAt:\\\\n  model.py(36): initialize"
+    print('I0101 pb_stub.cc:366] "Failed to initialize Python stub: ' + reason + '"')
+    print('E0101 backend_model.cc:692] "ERROR: Failed to create instance: ' + reason + '"')
+    print('E0101 model_lifecycle.cc:642] "failed to load \\'llm\\' version 1: Internal: ' + reason + '"')
+    print("error: creating server: Internal - failed to load all models", flush=True)
     sys.exit(1)
 stub = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
 print("stub", stub.pid, flush=True)
@@ -24,6 +28,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(400 if "never-ready" in config else 200)
         self.end_headers()
+        if self.path.endswith("/config"):
+            parameters = re.findall(r'key: "(\\w+)"\\s+value \\{\\s+string_value: "([^"]*)"', config)
+            values = {key: {"string_value": value} for key, value in parameters}
+            self.wfile.write(json.dumps({"parameters": values}).encode())
 
     def log_message(self, *arguments):
         pass

@@ -84,6 +84,24 @@ def test_run_can_use_a_server_that_is_there(run: Run) -> None:
     assert server.process.poll() is None
 
 
+def test_who_names_a_model_is_told_that_the_running_server_has_another(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "config.json").touch()
+    model = str(tmp_path / "checkpoint")
+    server = run("serve", f"--model={model}")
+    server.wait_for("ready: ")
+    reuse = [f"--http-port={server.ports.http}", "--reuse-running"]
+    for wanted, has_effect in ((f"--model={model}", True), ("--model=organisation/other", False)):
+        command = run("run", *reuse, "--parameters=", wanted, "--", "true")
+        assert command.finish()[0] == 0
+        assert f"which serves the model {model}" in command.errors()
+        assert ("not used" not in command.errors()) == has_effect
+    assert "MODEL='organisation/other'" in command.errors()
+    command = run("run", *reuse, "--parameters=page_size=8", "--", "true")
+    assert command.finish()[0] == 0
+    assert "not used, being for a server that is started here: PARAMETERS='page_size=8'" in command.errors()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_serve_stops_in_good_order_on_a_signal(run: Run, number: int) -> None:
     command = run("serve")
@@ -134,6 +152,8 @@ def test_a_server_that_ends_by_itself_ends_the_command(run: Run) -> None:
         (["--repository=/nowhere"], "error: there is no model repository at /nowhere"),
         (["--parameters=page_size"], "error: cannot read 'page_size' among the parameters"),
         (["--http-port=0"], "error: HTTP_PORT must be a port from 1 to 65535, got 0"),
+        (["--model=/no/such/checkpoint"], "/no/such/checkpoint does not exist"),
+        (["--parameters=model=./no-such-checkpoint"], "no-such-checkpoint does not exist"),
     ],
 )
 def test_wrong_options_are_one_clear_line(run: Run, words: list[str], message: str) -> None:
@@ -141,6 +161,12 @@ def test_wrong_options_are_one_clear_line(run: Run, words: list[str], message: s
     assert command.finish()[0] == 1
     assert message in command.errors()
     assert "Traceback" not in command.errors()
+
+
+def test_a_name_that_is_no_path_is_said_to_be_looked_up_on_a_hub(run: Run) -> None:
+    command = run("run", "--parameters=", "--model=organisation/model", "--", "true")
+    assert command.finish()[0] == 0
+    assert "there is no file or folder organisation/model here, so it is looked up" in command.errors()
 
 
 def test_run_needs_a_command(run: Run) -> None:

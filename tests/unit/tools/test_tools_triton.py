@@ -68,11 +68,13 @@ def test_a_stub_that_is_left_is_found_and_ended(start: Start) -> None:
     assert not is_alive(stub)
 
 
-def test_a_server_that_fails_shows_why(start: Start) -> None:
+def test_a_server_that_fails_shows_why_and_shows_it_once(start: Start) -> None:
     with pytest.raises(ServerError, match="exit code 1 while starting") as caught:
         start("fail-at-start").wait_ready(WAIT_S)
-    assert "the disk is upside down" in str(caught.value)
-    assert "starting with" not in str(caught.value)
+    message = str(caught.value)
+    assert message.count("the disk is upside down") == message.count("model.py(36): initialize") == 1
+    assert "failed to load all models" in message
+    assert "starting with" not in message
 
 
 def test_a_server_that_is_not_ready_in_time(start: Start) -> None:

@@ -6,6 +6,14 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from paged_engine.control_groups import control_groups, read_lines
+
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""A control group's limit, its usage, and the field of its memory.stat that is page cache which can be dropped: v2, v1."""
+
 
 def available_cpu_memory(root: Path = Path("/")) -> int:
     """Bytes of main memory that this process may still take.
@@ -22,51 +30,23 @@ def available_cpu_memory(root: Path = Path("/")) -> int:
 def _limits(root: Path) -> Iterator[int]:
     meminfo = _fields(root / "proc/meminfo")
     yield meminfo.get("MemAvailable:", meminfo.get("MemFree:", 0)) * 1024
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            yield from _group_limits(
-                root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
-            )
-        elif "memory" in controllers.split(","):
-            yield from _group_limits(
-                root / "sys/fs/cgroup/memory",
-                path,
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
+    for group in control_groups("memory", root):
+        for limit, usage, cache in _GROUP_FILES:
+            allowed, used = _number(group / limit), _number(group / usage)
+            if allowed is not None and used is not None:
+                yield allowed - used + _fields(group / "memory.stat").get(cache, 0)
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:
         yield address_space - _fields(root / "proc/self/status").get("VmSize:", 0) * 1024
 
 
-def _group_limits(mount: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[int]:
-    """What a control group and each of those around it leave. In a container the mount may be the group itself."""
-    folder = mount / path.strip("/")
-    for group in [
-        folder,
-        *(parent for parent in folder.parents if parent == mount or mount in parent.parents),
-    ]:
-        allowed, used = _number(group / limit), _number(group / usage)
-        if allowed is not None and used is not None:
-            yield allowed - used + _fields(group / "memory.stat").get(cache, 0)
-
-
 def _number(file: Path) -> int | None:
     """The number in a file; None where there is none ("max" is no limit)."""
-    first = next(iter(_lines(file)), "")
+    first = next(iter(read_lines(file)), "")
     return int(first) if first.isdigit() else None
 
 
 def _fields(file: Path) -> dict[str, int]:
     """Lines of a name and a number."""
-    words = (line.split() for line in _lines(file))
+    words = (line.split() for line in read_lines(file))
     return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []

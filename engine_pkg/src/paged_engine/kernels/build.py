@@ -33,7 +33,7 @@ _FLAGS = (
     "-fno-math-errno",
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi", "-mavx512bf16")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx512bf16")
 _X86_VARIANTS: dict[str, tuple[str, ...]] = {
     "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
     "avx512": _AVX512,

@@ -183,7 +183,7 @@ _KERNELS: dict[str, tuple[Any, ...]] = {
     "rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int32, c_int32, c_int32),
     "gate": (c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32, c_int32),
     "pack_linear": (c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32),
-    "quantize_int8": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32),
+    "pack_int8": (c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32),
     "linear": (POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32),
     "decode": (POINTER(DecoderLayer), c_int32, POINTER(DecoderStep)),
     "argmax": (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int32),

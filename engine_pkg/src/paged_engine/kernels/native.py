@@ -23,7 +23,7 @@ from paged_engine.kernels.library import (
     Rotary,
 )
 from paged_engine.kernels.memory import HugePageArena
-from paged_engine.kernels.reference import PANEL_WIDTH
+from paged_engine.kernels.reference import INT8_GROUP, PANEL_WIDTH
 
 DEPTH_MULTIPLE = 32
 """Input features that packed 16-bit and 8-bit weights must be a multiple of."""
@@ -65,11 +65,16 @@ class NativeKernels:
         self._rms_norm = library.kernel("rms_norm", variant)
         self._gate = library.kernel("gate", variant)
         self._pack_linear = library.kernel("pack_linear", variant)
-        self._quantize_int8 = library.kernel("quantize_int8", variant)
+        self._pack_int8 = library.kernel("pack_int8", variant)
         self._linear = library.kernel("linear", variant)
         self._decode = library.kernel("decode", variant)
         self._argmax = library.kernel("argmax", variant)
         self._log_sum_exp = library.kernel("log_sum_exp", variant)
+
+    @property
+    def quantizes_activations(self) -> bool:
+        """Whether int8 weights are multiplied with int8 activations. Tiles multiply them with bfloat16 ones, as bfloat16."""
+        return self.variant != "amx"
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialized memory [num_elements] for what every step reads or writes, in large pages."""
@@ -238,7 +243,8 @@ class NativeKernels:
         """Pack weight [out_features, in_features], float32 or bfloat16, once; `linear` then uses it.
 
         Args:
-            int8: quantize a bfloat16 weight to int8 with a scale per output channel.
+            int8: quantize a bfloat16 weight to int8 in groups of 32 inputs of a channel, each with a scale. `linear` then
+                quantizes x in the same way, unless `quantizes_activations` is false.
             activation: other than IDENTITY: weight (and bias) are [gate; up], and y = activation(gate) * up.
             output_dtype: float32 or bfloat16; the weight's own by default.
             accumulate: add to y instead of overwriting it.
@@ -255,45 +261,36 @@ class NativeKernels:
             weight = _alternate(weight)
             bias = None if bias is None else _alternate(bias)
         scales = None
-        if int8:
-            weight, scales = self.quantize_int8(weight)
         if scale != 1.0:
-            scales = torch.full(weight.shape[:1], scale) if scales is None else scales * scale
+            scales = torch.full(weight.shape[:1], scale)
             bias = None if bias is None else bias * scale
+        packed = self._pack(weight.contiguous(), int8=int8)
         out_features, in_features = weight.shape
-        num_pairs = -(-out_features // (2 * PANEL_WIDTH))
-        weight = weight.contiguous()
-        packed = self._arena.allocate(num_pairs * 2 * PANEL_WIDTH * in_features, weight.dtype)
-        weight_type = ElementType.of(weight.dtype)
-        self._pack_linear(
-            weight.data_ptr(), packed.data_ptr(), out_features, in_features, weight_type, self.num_threads
-        )
         structure = Linear(
             packed.data_ptr(),
             _address(scales),
             _address(bias),
             in_features,
             out_features,
-            weight_type,
+            ElementType.INT8 if int8 else ElementType.of(weight.dtype),
             ElementType.of(output_dtype),
             activation,
             accumulate,
         )
         return PackedLinear(structure, tuple(t for t in (packed, scales, bias) if t is not None))
 
-    def quantize_int8(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Symmetric int8 codes of weight [out_features, in_features] and their scales, float32 [out_features]."""
-        weight = weight.contiguous()
-        codes, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0])
-        self._quantize_int8(
-            weight.data_ptr(),
-            codes.data_ptr(),
-            scales.data_ptr(),
-            *weight.shape,
-            ElementType.of(weight.dtype),
-            self.num_threads,
-        )
-        return codes, scales
+    def _pack(self, weight: torch.Tensor, *, int8: bool) -> torch.Tensor:
+        out_features, in_features = weight.shape
+        num_pairs = -(-out_features // (2 * PANEL_WIDTH))
+        if int8:
+            group_bytes = 2 * PANEL_WIDTH * (INT8_GROUP + torch.bfloat16.itemsize)
+            packed = self._arena.allocate(num_pairs * (in_features // INT8_GROUP) * group_bytes, torch.uint8)
+        else:
+            packed = self._arena.allocate(num_pairs * 2 * PANEL_WIDTH * in_features, weight.dtype)
+        pack = self._pack_int8 if int8 else self._pack_linear
+        element_type = ElementType.of(weight.dtype)
+        pack(weight.data_ptr(), packed.data_ptr(), out_features, in_features, element_type, self.num_threads)
+        return packed
 
     @staticmethod
     def packs(weight: torch.Tensor, activation: Activation = Activation.IDENTITY) -> bool:

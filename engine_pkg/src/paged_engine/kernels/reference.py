@@ -15,6 +15,8 @@ from paged_engine.execution.batch import Batch
 
 PANEL_WIDTH = 16
 """Tokens, or output channels, that the native kernels keep together."""
+INT8_GROUP = 32
+"""Elements along the depth of a linear layer that share an int8 scale."""
 
 
 def page_offsets(page_size: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,27 +135,56 @@ def gate(gate_and_up: torch.Tensor, activation: str) -> torch.Tensor:
     return (activated * ups).to(gate_and_up.dtype)
 
 
-def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric int8 codes of weight [out_features, in_features] and their scales, float32 [out_features]."""
-    wide = weight.float()
-    scales = wide.abs().amax(-1).clamp_min(1e-12) / 127
-    return (wide / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales
+def quantize_int8(
+    x: torch.Tensor, scale_dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric int8 codes of x [num_rows, size] in groups of 32 along a row.
+
+    Args:
+        scale_dtype: what the scales are rounded to: bfloat16 for weights, float32 for activations.
+
+    Returns:
+        int8 [num_rows, size], and float32 [num_rows, size / 32]: what the code 1 stands for in each group.
+    """
+    groups = x.float().unflatten(-1, (-1, INT8_GROUP))
+    largest = groups.abs().amax(-1, keepdim=True)
+    scales = (largest / 127).to(scale_dtype).float()
+    steps = (
+        groups / scales
+        if scale_dtype == torch.bfloat16
+        else groups * (torch.full_like(largest, 127) / largest)
+    )
+    return steps.nan_to_num().round().to(torch.int8).flatten(-2), scales.squeeze(-1)
+
+
+def dequantize_int8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 [num_rows, size] of what `quantize_int8` returns."""
+    return (codes.float().unflatten(-1, (-1, INT8_GROUP)) * scales[..., None]).flatten(-2)
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """x weightᵀ · scales + bias in float32, rounded to `dtype` (x's by default); int8 weights have scales per channel."""
+    """x weightᵀ + bias in float32, rounded to `dtype` (x's by default)."""
     y = x.float() @ weight.float().T
-    if scales is not None:
-        y = y * scales
     if bias is not None:
         y = y + bias.float()
     return y.to(dtype or x.dtype)
+
+
+def int8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    quantizes_activations: bool = True,
+) -> torch.Tensor:
+    """The same with the weight in int8, and x too or else the dequantized weight rounded to x's dtype."""
+    weight = dequantize_int8(*quantize_int8(weight, torch.bfloat16))
+    if quantizes_activations:
+        return linear(dequantize_int8(*quantize_int8(x)), weight, bias, dtype or x.dtype)
+    return linear(x, weight.to(x.dtype), bias, dtype)
 
 
 def argmax(x: torch.Tensor) -> torch.Tensor:

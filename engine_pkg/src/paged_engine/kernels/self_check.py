@@ -87,8 +87,12 @@ def _check_linear(kernels: NativeKernels, normal: _Normal) -> Iterator[_Comparis
             out = torch.empty(num_rows, 72)
             packed = kernels.pack_linear(weight.to(dtype), bias, int8=int8, output_dtype=torch.float32)
             kernels.linear(x.to(dtype), packed, out)
-            codes, scales = reference.quantize_int8(weight.to(dtype)) if int8 else (weight.to(dtype), None)
-            yield "linear", out, reference.linear(x.to(dtype), codes, scales, bias, torch.float32)
+            arguments = (x.to(dtype), weight.to(dtype), bias, torch.float32)
+            if int8:
+                quantizes = kernels.quantizes_activations
+                yield "linear", out, reference.int8_linear(*arguments, quantizes_activations=quantizes)
+            else:
+                yield "linear", out, reference.linear(*arguments)
 
 
 def trial_batch(context_lens: tuple[int, ...], num_queries: tuple[int, ...], page_size: int) -> Batch:

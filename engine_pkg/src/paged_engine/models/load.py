@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ from paged_engine.errors import ConfigurationError
 from paged_engine.models.checkpoint import check_configuration_file, check_weight_files
 from paged_engine.models.gguf import convert_gguf
 from paged_engine.models.hook import NO_ATTENTION_INTERFACE, PROBE_NAME, AttentionLayer, register
+from paged_engine.models.locate import locate_checkpoint
 from paged_engine.models.probe import find_attention_layers
 from paged_engine.models.progress import logged_progress
 from paged_engine.models.rotary import check_rotary_embeddings
 
 _log = logging.getLogger(__name__)
-
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -72,22 +70,12 @@ def resolve_checkpoint(model: str, dtype: str = "auto") -> str:
     Raises:
         ConfigurationError: there is no such folder, it holds no checkpoint, or the GGUF file cannot be read.
     """
-    path = Path(model).expanduser()
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise ConfigurationError(
-                f"model must be a checkpoint folder, a .gguf file or a hub id, got the file {path}"
-            )
-        return str(convert_gguf(path, _cache_dir() / "models", "bfloat16" if dtype == "auto" else dtype))
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigurationError(f"model must be a checkpoint folder, but {path} has no config.json")
-        return str(path)
-    if path.suffix != ".gguf" and _HUB_ID.fullmatch(model) and not model.startswith("."):
+    path = locate_checkpoint(model)
+    if path is None:
         return model
-    raise ConfigurationError(
-        f"model must be a checkpoint folder, a .gguf file or a hub id, but {path} does not exist"
-    )
+    if path.suffix == ".gguf" and path.is_file():
+        return str(convert_gguf(path, _cache_dir() / "models", "bfloat16" if dtype == "auto" else dtype))
+    return str(path)
 
 
 def load_model(config: EngineConfig, device: torch.device) -> LoadedModel:

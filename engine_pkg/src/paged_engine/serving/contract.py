@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from paged_engine.config import EngineConfig
 from paged_engine.errors import RequestError
 from paged_engine.request import Chat, GenerateRequest, Prompt, SamplingParams
-from paged_engine.serving.inputs import INPUTS, INPUTS_BY_NAME, NEUTRAL_VALUES, NOT_BUILT, Role
+from paged_engine.serving.inputs import CHAT_KEYS, INPUTS, INPUTS_BY_NAME, NEUTRAL_VALUES, NOT_BUILT, Role
 from paged_engine.serving.sources import RawRequest, decode_text, merged_values, only_element, parse_json
 from paged_engine.validation import Flag, Whole, explain, shown, unknown_key
 
@@ -120,6 +120,8 @@ class Contract:
                 f"a request must have exactly one of text_input, input_ids and messages, got {found}"
             )
         name = names[0]
+        if name != "messages":
+            _check_no_chat_keys(name, values)
         elements = tensors[name]
         num_bytes = 4 * len(elements) if name == "input_ids" else len(only_element(name, elements))
         if num_bytes > self._config.max_prompt_bytes:
@@ -128,7 +130,7 @@ class Contract:
                 f"at most max_prompt_bytes = {self._config.max_prompt_bytes} are taken"
             )
         if name == "input_ids":
-            return list(elements)
+            return elements
         text = decode_text(name, only_element(name, elements))
         return text if name == "text_input" else _chat(text, values)
 
@@ -177,6 +179,16 @@ def _chat(text: str, values: Mapping[str, Any]) -> Chat:
         values.get("chat_template_kwargs", {}), dict, "chat_template_kwargs", "an object"
     )
     return Chat(messages, tools, template_kwargs)
+
+
+def _check_no_chat_keys(name: str, values: Mapping[str, Any]) -> None:
+    """Refuse what only a chat template can take in where the prompt does not go through one; empty ones say nothing."""
+    for key in CHAT_KEYS:
+        if values.get(key):
+            raise RequestError.invalid(
+                f"{key} must be left out where the prompt is {name}, got {shown(values[key])}: only the chat template "
+                "reads it, which writes messages; send the prompt as messages"
+            )
 
 
 def _is_list_of_objects(value: Any) -> bool:

@@ -138,7 +138,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 NOT_BUILT = frozenset(
     {
-        "guided_decoding",
         "response_format",
         "lora_name",
         "logits_processors",
@@ -147,7 +146,10 @@ NOT_BUILT = frozenset(
 )
 """Keys of other servers for what does not exist here; null is accepted, being their default."""
 
-REQUEST_KEYS = ("cache_salt", "chat_template_kwargs", "tools")
+CHAT_KEYS = ("chat_template_kwargs", "tools")
+"""What JSON carries for the chat template, and so beside `messages` only."""
+
+REQUEST_KEYS = ("cache_salt", *CHAT_KEYS)
 """Parts of a GenerateRequest that JSON alone can carry."""
 
 WITHOUT_EMPTY_STRINGS = frozenset({"stop_words", "bad_words"})

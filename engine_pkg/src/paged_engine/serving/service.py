@@ -62,7 +62,7 @@ class Service:
         self._wedged_after_s = wedged_after_s
         self._contract = Contract(config, engine.eos_token_ids)
         self._request_ids = itertools.count()
-        self._ledger = Ledger(config.max_batch_size, config.max_queue_size, metrics)
+        self._ledger = Ledger(config.max_batch_size, config.max_queue_size, config.max_queue_bytes, metrics)
         self._sender = Sender(self._settle, self._keep_house)
         self._loop = StepLoop(engine, self._ledger, self._sender, metrics)
         self._intake = Intake(self._prepare)
@@ -88,6 +88,7 @@ class Service:
             self._check_healthy()
             self._ledger.admit(ticket)
             parsed = self._contract.parse(read(), ticket.request_id)
+            self._ledger.charge(ticket, parsed.num_bytes)
             ticket.set_parsed(parsed)
         except Exception as error:
             self._refuse(ticket, error)
@@ -129,20 +130,22 @@ class Service:
 
     def _prepare(self, ticket: Ticket) -> None:
         """The work of an intake thread."""
-        if ticket.is_finished or ticket.parsed is None:
+        parsed = ticket.parsed
+        if ticket.is_finished or parsed is None:
             return
         try:
-            prepared = self._engine.prepare(ticket.parsed.request)
+            prepared = self._engine.prepare(parsed.request)
             assembler = ResponseAssembler(
-                ticket.parsed,
+                parsed,
                 num_prompt_tokens=prepared.num_prompt_tokens,
-                prompt_text=self._prompt_text(ticket.parsed, prepared),
+                prompt_text=self._prompt_text(parsed, prepared),
                 decode_token=self._engine.tokenizer.decode_token,
             )
+            ticket.set_prepared(prepared, assembler)
+            self._ledger.charge(ticket, ticket.num_token_bytes)
         except Exception as error:
             self._refuse(ticket, error)
             return
-        ticket.set_prepared(prepared, assembler)
         self._loop.add(ticket)
 
     def _prompt_text(self, parsed: ParsedRequest, prepared: PreparedRequest) -> str:

@@ -88,6 +88,7 @@ class Ticket:
         "request_id",
         "responder",
         "token_times",
+        "waiting_bytes",
     )
 
     def __init__(self, request_id: str, responder: Responder) -> None:
@@ -101,7 +102,10 @@ class Ticket:
         """What the ending was; set by the ledger alone."""
         self.has_begun = False
         """Whether a step has worked on it; set by the ledger for the step thread."""
+        self.waiting_bytes = 0
+        """Memory it is charged for while it waits; set by the ledger alone."""
         self.parsed: ParsedRequest | None = None
+        """What it asks for; None again when it has ended."""
         self.deadline: float | None = None
         """On time.monotonic's clock."""
         self.prepared: PreparedRequest | None = None
@@ -124,6 +128,11 @@ class Ticket:
         self.assembler = assembler
         self.num_unfinished = len(prepared.sequences)
         self.token_times = [0.0] * len(prepared.sequences)
+
+    @property
+    def num_token_bytes(self) -> int:
+        """Memory of its tokens, 4 bytes for each token of each of its sequences."""
+        return 0 if self.prepared is None else 4 * sum(item.num_tokens for item in self.prepared.sequences)
 
     def is_being_computed(self) -> bool:
         """Whether any of its sequences has left the queue, be it that it was sent back there since."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,11 +67,15 @@ def read_request(request: Any) -> RawRequest:
     )
 
 
-def _elements(array: Any) -> list[Any]:
-    flat = array.reshape(-1)
+def _elements(tensor: Any) -> Sequence[Any]:
+    flat = tensor.reshape(-1)
     if flat.dtype == np.float32:
         # 0.1 shall mean the same as a tensor and in JSON, and read the same in an error.
         return [float(str(value)) for value in flat]
+    if flat.dtype == np.int32:
+        return array(
+            "i", flat.tobytes()
+        )  # a prompt of token ids may wait for long; a list takes nine times as much memory
     elements: list[Any] = flat.tolist()
     return elements
 

@@ -19,9 +19,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from paged_engine.errors import ConfigurationError
+from paged_engine.models.locate import locate_checkpoint
 from paged_engine.tools.ports import Ports, ServerError
 from paged_engine.tools.render_repository import MODEL_NAME, RepositoryError, parse_parameters
-from paged_engine.tools.triton import TritonProcess, answers_ok
+from paged_engine.tools.triton import TritonProcess, answers_ok, served_parameters
 
 _PROGRESS_S = 5.0
 _POLL_S = 0.1
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.verb == "serve":
             return _serve(options, signals)
         return _run(options, command, signals)
-    except (ServerError, RepositoryError) as error:
+    except (ServerError, RepositoryError, ConfigurationError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except _Stopped:
@@ -89,7 +91,7 @@ def _run(options: argparse.Namespace, command: Sequence[str], signals: _Signals)
     """Run ``command`` beside a server, which is started unless a ready one is to be reused and there."""
     ready = f"/v2/models/{MODEL_NAME}/ready"
     if options.reuse_running and answers_ok("127.0.0.1", options.http_port, ready):
-        _say(f"using the server that is running on port {options.http_port}")
+        _say_what_is_reused(options)
         return _run_command(command, None, signals)
     process = _start(options, signals)
     try:
@@ -99,6 +101,22 @@ def _run(options: argparse.Namespace, command: Sequence[str], signals: _Signals)
         return code
     finally:
         process.close()
+
+
+def _say_what_is_reused(options: argparse.Namespace) -> None:
+    """Which model answers, since it need not be the one that was asked for."""
+    model = served_parameters("127.0.0.1", options.http_port, MODEL_NAME).get("model")
+    _say(
+        f"using the server that is running on port {options.http_port}"
+        + ("" if model is None else f", which serves the model {model}")
+    )
+    wanted = {"MODEL": options.model, "PARAMETERS": options.parameters}
+    ignored = " and ".join(f"{name}={value!r}" for name, value in wanted.items() if value not in ("", model))
+    if ignored:
+        _say(
+            f"warning: not used, being for a server that is started here: {ignored}. Stop the one that is running, or "
+            "have another beside it on other ports (HTTP_PORT, GRPC_PORT, METRICS_PORT)"
+        )
 
 
 def _run_command(command: Sequence[str], process: TritonProcess | None, signals: _Signals) -> int:
@@ -136,6 +154,11 @@ def _start(options: argparse.Namespace, signals: _Signals) -> TritonProcess:
     parameters = parse_parameters(options.parameters)
     if options.model:
         parameters.setdefault("model", options.model)
+    model = parameters.get("model")
+    if (
+        model and locate_checkpoint(model) is None
+    ):  # a typo in a path shall not have to wait for the server to find it
+        _say(f"there is no file or folder {model} here, so it is looked up as the id of a model on a hub")
     return TritonProcess(
         options.repository,
         Ports(options.http_port, options.grpc_port, options.metrics_port),

@@ -12,8 +12,8 @@ import contextlib
 import ctypes
 import http.client
 import importlib.util
+import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -26,12 +26,10 @@ from pathlib import Path
 from paged_engine.tools.interpreter import libpython_folder
 from paged_engine.tools.ports import Ports, ServerError
 from paged_engine.tools.render_repository import render_repository
+from paged_engine.tools.server_log import telling_lines
 
 _POLL_S = 0.1
 _KILL_WAIT_S = 10.0
-_TAIL_LINES = 40
-_FAILURE = re.compile(r"Traceback|(?i:failed to (load|start|create))|^error:")
-_TABLE_OR_INFO = re.compile(r"[+|]|I\d{4} |\s*$")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -164,13 +162,8 @@ class TritonProcess:
             time.sleep(_POLL_S)
 
     def log_tail(self) -> str:
-        """The part of the log that tells why something failed: from its first failure on, else its last lines."""
-        lines = self.log_text().splitlines()
-        first = next(
-            (i for i, line in enumerate(lines) if _FAILURE.search(line)), max(0, len(lines) - _TAIL_LINES)
-        )
-        telling = [line.replace("\\n", "\n    ") for line in lines[first:] if not _TABLE_OR_INFO.match(line)]
-        return "\n".join([f"--- from {self.log_file} ---", *telling[:_TAIL_LINES], "---"])
+        """The part of the log that tells why something failed."""
+        return "\n".join([f"--- from {self.log_file} ---", *telling_lines(self.log_text()), "---"])
 
     def send_signal(self, signal_number: int) -> None:
         """Send a signal to tritonserver alone; on SIGTERM it lets requests in flight finish."""
@@ -206,12 +199,27 @@ class TritonProcess:
 
 def answers_ok(host: str, port: int, path: str) -> bool:
     """Whether an HTTP GET is answered with 200. Proxies of the environment are not asked."""
+    return _get(host, port, path) is not None
+
+
+def served_parameters(host: str, port: int, model_name: str) -> dict[str, str]:
+    """The parameters of a model that a server is serving, as its config.pbtxt has them; none where it does not tell."""
+    try:
+        config = json.loads(_get(host, port, f"/v2/models/{model_name}/config") or "{}")
+        return {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
+    except ValueError:
+        return {}
+
+
+def _get(host: str, port: int, path: str) -> bytes | None:
+    """The body of an answer with status 200; None for any other, or none."""
     connection = http.client.HTTPConnection(host, port, timeout=5)
     try:
         connection.request("GET", path)
-        return connection.getresponse().status == 200
+        response = connection.getresponse()
+        return response.read() if response.status == 200 else None
     except (OSError, http.client.HTTPException):
-        return False
+        return None
     finally:
         connection.close()
 

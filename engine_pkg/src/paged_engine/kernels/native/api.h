@@ -60,10 +60,10 @@ struct Rotary {
   float norm_epsilon;
 };
 
-// y = activation(x Wᵀ * scales + bias); weights in panels of 16 output channels as pack_linear leaves them.
+// y = activation(x Wᵀ * scales + bias); weights in panels of 16 output channels as pack_linear or pack_int8 leaves them.
 struct Linear {
   const void* weights;
-  const float* scales;  // [out_features] or null
+  const float* scales;  // [out_features] or null; those of int8 groups lie with their weights
   const float* bias;    // [out_features] or null
   int32_t in_features;
   int32_t out_features;
@@ -120,8 +120,9 @@ struct DecoderStep {
                       int32_t num_threads);                                                                             \
   void pack_linear_##variant(const void* weight, void* packed, int64_t out_features, int64_t in_features, ElementType,  \
                              int32_t num_threads);                                                                      \
-  void quantize_int8_##variant(const void* weight, int8_t* codes, float* scales, int64_t out_features,                  \
-                               int64_t in_features, ElementType, int32_t num_threads);                                  \
+  /* quantizes as quantized.h says; the element type is the weight's */                                                \
+  void pack_int8_##variant(const void* weight, uint8_t* packed, int64_t out_features, int64_t in_features, ElementType, \
+                           int32_t num_threads);                                                                        \
   void linear_##variant(const Linear*, const void* x, int64_t x_stride, int64_t num_rows, void* y, int64_t y_stride,    \
                         int32_t num_threads);                                                                           \
   void decode_##variant(const DecoderLayer*, int32_t num_layers, const DecoderStep*);                                   \

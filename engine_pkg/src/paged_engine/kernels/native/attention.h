@@ -285,31 +285,31 @@ class AttentionWorker {
 
 template <class Product>
 void attend(const AttentionLayer& layer, const AttentionStep& step, const Heads& query, const void* cache,
-            const float* sinks, void* out) {
+            const float* sinks, void* out, Team& team) {
   using Worker = AttentionWorker<Product>;
   static thread_local Scratch scratch;
   const WorkList work(layer, step, Worker::kItemRows, Worker::padded(layer.pages.head_dim));
-  if (work.num_items == 0) return;
-  float* partials = (float*)scratch.reserve(work.partial_floats * sizeof(float));
-#pragma omp parallel num_threads(team_size(step.num_threads, work.num_items))
-  {
-    TileScope tiles;
-    Worker worker(layer, step, query, cache, sinks, out);
-#pragma omp for schedule(dynamic, 1)
-    for (int i = 0; i < work.num_items; i++) worker.run(work.items[i], partials);
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int i = 0; i < work.num_merges; i++) worker.merge_partials(work.merges[i], partials);
+  TileScope tiles;
+  Worker worker(layer, step, query, cache, sinks, out);
+  float* partials = nullptr;
+  team.wait();
+  if (work.num_merges > 0) {
+#pragma omp single copyprivate(partials)
+    partials = (float*)scratch.reserve(work.partial_floats * sizeof(float));
   }
+  team.share(work.num_items, [&](int64_t i, int64_t) { worker.run(work.items[i], partials); });
+  if (work.num_merges == 0) return;
+  team.wait();
+  team.share(work.num_merges, [&](int64_t i, int64_t) { worker.merge_partials(work.merges[i], partials); });
 }
 
 inline void attend(const AttentionLayer& layer, const AttentionStep& step, const Heads& query, const void* cache,
-                   const float* sinks, void* out) {
-  if (layer.pages.element_type == kFloat32) return attend<FloatProduct<float>>(layer, step, query, cache, sinks, out);
-  if (layer.pages.element_type == kFloat16) return attend<FloatProduct<fp16>>(layer, step, query, cache, sinks, out);
-#if defined(__AVX512BF16__)
-  if (layer.query_type == kBfloat16) return attend<BestBf16Product>(layer, step, query, cache, sinks, out);
-#endif
-  attend<Bf16Product>(layer, step, query, cache, sinks, out);
+                   const float* sinks, void* out, Team& team) {
+  const auto run = [&](auto product) { attend<decltype(product)>(layer, step, query, cache, sinks, out, team); };
+  if (layer.pages.element_type == kFloat32) return run(FloatProduct<float>{});
+  if (layer.pages.element_type == kFloat16) return run(FloatProduct<fp16>{});
+  if (layer.query_type == kBfloat16) return run(BestBf16Product{});
+  run(Bf16Product{});
 }
 
 }  // namespace

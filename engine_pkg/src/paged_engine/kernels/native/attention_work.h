@@ -3,6 +3,7 @@
 
 #include "elements.h"
 #include "panels.h"
+#include "team.h"
 
 namespace {
 

@@ -2,11 +2,9 @@
 #pragma once
 
 #include "elements.h"
+#include "team.h"
 
 namespace {
-
-// Work below which starting threads costs more than it saves, in elements.
-constexpr int64_t kSerialElements = 1 << 14;
 
 inline Vector activate(Activation activation, Vector x) {
   if (activation == kSilu) return x / (1.0f + exponential(-x));
@@ -15,12 +13,12 @@ inline Vector activate(Activation activation, Vector x) {
   return x / (1.0f + exponential(-u));
 }
 
-// residual += x where x is given; out = residual / rms(residual) * weight where out is given. out may be x.
+// residual += x where x is given; out = residual / rms(residual) * weight where out is given. out may be x. Rows are divided.
 template <class Element, class Residual>
 void rms_norm(const Element* x, Residual* residual, const float* weight, Element* out, int64_t num_rows, int64_t size,
-              float epsilon, int num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * size > kSerialElements)
-  for (int64_t row = 0; row < num_rows; row++) {
+              float epsilon, Team& team) {
+  team.wait();
+  team.divide(num_rows, [&](int64_t row) {
     Residual* r = residual + row * size;
     Vector squares = {};
     for_each_vector(size, [&](int64_t i, int count) {
@@ -31,26 +29,25 @@ void rms_norm(const Element* x, Residual* residual, const float* weight, Element
       }
       squares = multiply_add(v, v, squares);
     });
-    if (!out) continue;
+    if (!out) return;
     const Vector factor = broadcast(1.0f / __builtin_sqrtf(horizontal_sum(squares) / float(size) + epsilon));
     for_each_vector(size, [&](int64_t i, int count) {
       store(out + row * size + i, load(r + i, count) * factor * load(weight + i, count), count);
     });
-  }
+  });
 }
 
 // out = activation(gate) * up for rows of [gate, up], `size` elements each.
 template <class Element>
 void gate(const Element* gate_and_up, Element* out, int64_t num_rows, int64_t size, Activation activation,
-          int num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * size > kSerialElements)
-  for (int64_t row = 0; row < num_rows; row++) {
+          Team& team) {
+  team.divide(num_rows, [&](int64_t row) {
     const Element* gates = gate_and_up + row * 2 * size;
     for_each_vector(size, [=](int64_t i, int count) {
       const Vector activated = activate(activation, load(gates + i, count));
       store(out + row * size + i, activated * load(gates + size + i, count), count);
     });
-  }
+  });
 }
 
 // The first position of the largest element; of the first NaN where there is one.
@@ -91,9 +88,8 @@ int64_t argmax_row(const Element* x, int64_t size) {
 }
 
 template <class Element>
-void argmax(const Element* x, int64_t num_rows, int64_t size, int64_t* out, int num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * size > 4 * kSerialElements)
-  for (int64_t row = 0; row < num_rows; row++) out[row] = argmax_row(x + row * size, size);
+void argmax(const Element* x, int64_t num_rows, int64_t size, int64_t* out, Team& team) {
+  team.divide(num_rows, [&](int64_t row) { out[row] = argmax_row(x + row * size, size); });
 }
 
 template <class Element>
@@ -117,9 +113,8 @@ float log_sum_exp_row(const Element* x, int64_t size) {
 }
 
 template <class Element>
-void log_sum_exp(const Element* x, int64_t num_rows, int64_t size, float* out, int num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * size > kSerialElements)
-  for (int64_t row = 0; row < num_rows; row++) out[row] = log_sum_exp_row(x + row * size, size);
+void log_sum_exp(const Element* x, int64_t num_rows, int64_t size, float* out, Team& team) {
+  team.divide(num_rows, [&](int64_t row) { out[row] = log_sum_exp_row(x + row * size, size); });
 }
 
 }  // namespace

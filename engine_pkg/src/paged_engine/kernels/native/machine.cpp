@@ -39,10 +39,10 @@ EXPORT int32_t supported_variants() {
   const uint64_t states = enabled_states();
   if (!has_bits(states, 0x6) || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return variants;
   constexpr uint32_t kAvx2 = 1 << 5, kAvx512 = 1 << 16 | 1 << 17 | 1 << 30 | 1u << 31;  // F, DQ, BW, VL
-  constexpr uint32_t kVbmi = 1 << 1, kTiles = 1 << 22 | 1 << 24, kBf16 = 1 << 5;
+  constexpr uint32_t kVnni = 1 << 11, kTiles = 1 << 22 | 1 << 24, kBf16 = 1 << 5;
   if (!has_bits(ebx, kAvx2)) return variants;
   variants |= 2;
-  const bool wide = has_bits(ebx, kAvx512) && has_bits(ecx, kVbmi) && has_bits(states, 0xe6);
+  const bool wide = has_bits(ebx, kAvx512) && has_bits(ecx, kVnni) && has_bits(states, 0xe6);
   const bool tiles = has_bits(edx, kTiles) && has_bits(states, 0x600e6);
   if (!wide || !__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !has_bits(eax, kBf16)) return variants;
   variants |= 4;

@@ -3,6 +3,7 @@
 
 #include "elements.h"
 #include "panels.h"
+#include "team.h"
 
 namespace {
 
@@ -94,55 +95,49 @@ inline void rotate(float* x, const Rotary& rotary, int64_t token) {
 
 template <class Element>
 void write_pages(const Pages<Element>& pages, const Heads& keys, const Heads& values, ElementType type,
-                 const int64_t* slots, int64_t num_tokens, int num_threads) {
+                 const int64_t* slots, int64_t num_tokens, Team& team) {
   const int dim = pages.head_dim;
-#pragma omp parallel num_threads(num_threads) if (num_tokens > 16)
-  {
-    static thread_local Scratch scratch;
-    Element* key = (Element*)scratch.reserve(2 * dim * sizeof(Element));
-    Element* value = key + dim;
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < num_tokens; token++)
-      for (int head = 0; head < pages.num_kv_heads; head++) {
-        read_row(head_of(keys, token, head, type), type, key, dim);
-        read_row(head_of(values, token, head, type), type, value, dim);
-        pages.put(slots[token], head, key, value);
-      }
-  }
+  static thread_local Scratch scratch;
+  Element* key = (Element*)scratch.reserve(2 * dim * sizeof(Element));
+  Element* value = key + dim;
+  team.divide(num_tokens, [&](int64_t token) {
+    for (int head = 0; head < pages.num_kv_heads; head++) {
+      read_row(head_of(keys, token, head, type), type, key, dim);
+      read_row(head_of(values, token, head, type), type, value, dim);
+      pages.put(slots[token], head, key, value);
+    }
+  });
 }
 
 template <class Element>
 void rotate_and_write(const Pages<Element>& pages, const AttentionLayer& layer, const Rotary& rotary, const Heads& query,
-                      const Heads& keys, const Heads& values, const int64_t* slots, int64_t num_tokens, int num_threads) {
+                      const Heads& keys, const Heads& values, const int64_t* slots, int64_t num_tokens, Team& team) {
   const int dim = pages.head_dim;
   const ElementType type = layer.query_type;
-#pragma omp parallel num_threads(num_threads) if (num_tokens > 8)
-  {
-    static thread_local Scratch scratch;
-    const size_t row = Pieces::bytes<float>(dim), element_row = Pieces::bytes<Element>(dim);
-    Pieces pieces(scratch.reserve(row + 2 * element_row));
-    float* head_row = pieces.take<float>(dim);
-    Element* key = pieces.take<Element>(dim);
-    Element* value = pieces.take<Element>(dim);
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < num_tokens; token++) {
-      for (int head = 0; head < layer.num_query_heads; head++) {
-        void* q = (void*)head_of(query, token, head, type);
-        read_row(q, type, head_row, dim);
-        if (rotary.query_norm) normalize(head_row, rotary.query_norm, dim, rotary.norm_epsilon);
-        rotate(head_row, rotary, token);
-        write_row(head_row, q, type, dim);
-      }
-      for (int head = 0; head < pages.num_kv_heads; head++) {
-        read_row(head_of(keys, token, head, type), type, head_row, dim);
-        if (rotary.key_norm) normalize(head_row, rotary.key_norm, dim, rotary.norm_epsilon);
-        rotate(head_row, rotary, token);
-        convert(head_row, key, dim);
-        read_row(head_of(values, token, head, type), type, value, dim);
-        pages.put(slots[token], head, key, value);
-      }
+  static thread_local Scratch scratch;
+  const size_t row = Pieces::bytes<float>(dim), element_row = Pieces::bytes<Element>(dim);
+  Pieces pieces(scratch.reserve(row + 2 * element_row));
+  float* head_row = pieces.take<float>(dim);
+  Element* key = pieces.take<Element>(dim);
+  Element* value = pieces.take<Element>(dim);
+  team.wait();
+  team.divide(num_tokens, [&](int64_t token) {
+    for (int head = 0; head < layer.num_query_heads; head++) {
+      void* q = (void*)head_of(query, token, head, type);
+      read_row(q, type, head_row, dim);
+      if (rotary.query_norm) normalize(head_row, rotary.query_norm, dim, rotary.norm_epsilon);
+      rotate(head_row, rotary, token);
+      write_row(head_row, q, type, dim);
     }
-  }
+    for (int head = 0; head < pages.num_kv_heads; head++) {
+      read_row(head_of(keys, token, head, type), type, head_row, dim);
+      if (rotary.key_norm) normalize(head_row, rotary.key_norm, dim, rotary.norm_epsilon);
+      rotate(head_row, rotary, token);
+      convert(head_row, key, dim);
+      read_row(head_of(values, token, head, type), type, value, dim);
+      pages.put(slots[token], head, key, value);
+    }
+  });
 }
 
 }  // namespace

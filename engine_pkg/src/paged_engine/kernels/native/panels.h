@@ -1,9 +1,9 @@
 // The one matrix product all heavy kernels are made of: a few rows times a panel of 16 columns.
 //
 // A panel holds `depth` rows of 16 columns. Elements of 16 bits that are multiplied in pairs (bf16) lie pair-interleaved,
-// [depth / 2][16][2]; others lie [depth][16]. That is what both AVX512-BF16's dot product and an AMX tile read. int8
-// panels are [depth / 4][64 bytes], see Int8Dot. Keys of 16 tokens, values of 16 tokens, and 16 output channels of a
-// linear layer are all panels.
+// [depth / 2][16][2]; others lie [depth][16]. That is what both AVX512-BF16's dot product and an AMX tile read. Keys of 16
+// tokens, values of 16 tokens, and 16 output channels of a linear layer are all panels. int8 has a product of its own
+// (quantized.h).
 //
 // Every element of a product is one sum over the depth in ascending order, whatever the rows or panels beside it, so a
 // row's result does not depend on its neighbours.
@@ -38,17 +38,16 @@ struct Panels {
   int segment_depth;     // rows of the panel in one segment
   ptrdiff_t row_stride;  // elements from one interleaved row to the next
   int count;
-  // Panels of the same form that will be needed next: with few rows they are fetched into the second-level cache while
-  // these are multiplied, since pages lie too scattered for the machine to foresee. Null: none.
+  // Panels of the same form that will be needed next, fetched into the second-level cache while these are multiplied: pages
+  // lie too scattered for the machine to foresee, and with many rows it does not read ahead while it multiplies. Null: none.
   const Element* const* upcoming = nullptr;
   int first = 0;
 
   const Element* at(int segment, int panel) const {
     return bases[segment * segment_stride + (first + panel) * panel_stride] + (first + panel) * panel_offset;
   }
-  ptrdiff_t to_upcoming(int segment, int panel) const {
-    const int i = segment * segment_stride + (first + panel) * panel_stride;
-    return upcoming[i] - bases[i];
+  const Element* upcoming_at(int segment, int panel) const {
+    return upcoming[segment * segment_stride + (first + panel) * panel_stride] + (first + panel) * panel_offset;
   }
   Panels from(int panel) const {
     Panels rest = *this;
@@ -102,57 +101,22 @@ struct Bf16Dot {  // bf16 rows times pair-interleaved bf16 panels
     return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)b);
   }
 };
-
-// The bf16 bits of 0 to 127, low bytes and high bytes apart.
-struct alignas(64) Bf16Bytes {
-  uint8_t low[128], high[128];
-  constexpr Bf16Bytes() : low(), high() {
-    for (int value = 1; value < 128; value++) {
-      int exponent = 0;
-      while (value >> (exponent + 1)) exponent++;
-      const int bits = (127 + exponent) << 7 | (value << (7 - exponent) & 0x7f);
-      low[value] = uint8_t(bits & 0xff);
-      high[value] = uint8_t(bits >> 8);
-    }
-  }
-};
-constexpr Bf16Bytes kBf16Bytes;
-
-// bf16 rows times int8 panels, made bf16 in registers. A weight is a sign bit and seven bits of magnitude; both bytes
-// of its bf16 come from tables of 128 entries. 64 bytes hold two interleaved rows: in each group of 16 bytes the first
-// eight belong to the first row, so that unpacking restores both in order.
-struct Int8Dot {
-  using Left = bf16;
-  using Right = uint8_t;
-  struct Operand {
-    __m512i first, second;
-  };
-  static constexpr int kStep = 4, kPair = 2;
-
-  static __m512i look_up(const uint8_t* table, __m512i codes) {  // by the low seven bits of each code
-    return _mm512_permutex2var_epi8(_mm512_load_si512(table), codes, _mm512_load_si512(table + 64));
-  }
-  static Operand read(const Right* p) {
-    const __m512i codes = _mm512_loadu_si512(p);
-    const __m512i low = look_up(kBf16Bytes.low, codes), high = look_up(kBf16Bytes.high, codes);
-    const __m512i sign = _mm512_set1_epi8(char(0x80));
-    const __m512i signed_high = _mm512_ternarylogic_epi64(high, codes, sign, 0xf8);  // high | (codes & sign)
-    return {_mm512_unpacklo_epi8(low, signed_high), _mm512_unpackhi_epi8(low, signed_high)};
-  }
-  static Vector accumulate(Vector sum, const Left* a, const Operand& b) {
-    return Bf16Dot::accumulate(Bf16Dot::accumulate(sum, a, b.first), a + 2, b.second);
-  }
-};
 #endif
 
 // ---- The product
 
 inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
+// One of the blocks that rows are cut into. Each fetches its share of the upcoming panels, so that reading them takes as long
+// as multiplying does.
+struct Block {
+  int index, count;
+};
+
 // c[r][n * 16 + j] = sum over the depth of a[r] times column j of panel n, for Rows rows and Count panels.
 template <class Product, int Rows, int Count, bool Fetch>
 __attribute__((noinline)) void multiply_in_registers(const typename Product::Left* a, ptrdiff_t a_stride,
-                                                     const Panels<typename Product::Right>& panels, float* c,
+                                                     const Panels<typename Product::Right>& panels, Block block, float* c,
                                                      ptrdiff_t c_stride) {
   constexpr int kVectors = Count * kChunks;
   constexpr int kRowGroup = 3;  // rows that one address register serves
@@ -162,12 +126,12 @@ __attribute__((noinline)) void multiply_in_registers(const typename Product::Lef
   const ptrdiff_t step_stride = panels.row_stride * (Product::kStep / Product::kPair);
   const int steps = panels.segment_depth / Product::kStep;
   for (int segment = 0; segment < panels.segments; segment++) {
-    const typename Product::Right* b[Count];
-    ptrdiff_t ahead[Count];
+    const typename Product::Right *b[Count], *upcoming[Count];
     for (int n = 0; n < Count; n++) {
       b[n] = panels.at(segment, n);
-      if constexpr (Fetch) ahead[n] = panels.to_upcoming(segment, n);
+      if constexpr (Fetch) upcoming[n] = panels.upcoming_at(segment, n) + steps * step_stride * block.index / block.count;
     }
+    const ptrdiff_t fetch_stride = ceil_div(step_stride, ptrdiff_t(block.count));
     for (int step = 0; step < steps; step++) {
       typename Product::Operand operands[kVectors];
 #pragma GCC unroll 16
@@ -180,8 +144,11 @@ __attribute__((noinline)) void multiply_in_registers(const typename Product::Lef
           sums[r][v] = Product::accumulate(sums[r][v], rows[r / kRowGroup] + r % kRowGroup * a_stride, operands[v]);
 #pragma GCC unroll 8
       for (int n = 0; n < Count; n++) {
-        if constexpr (Fetch) fetch(b[n] + ahead[n]);
         b[n] += step_stride;
+        if constexpr (Fetch) {
+          fetch(upcoming[n]);
+          upcoming[n] += fetch_stride;
+        }
       }
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r += kRowGroup) rows[r / kRowGroup] += Product::kStep;
@@ -193,10 +160,10 @@ __attribute__((noinline)) void multiply_in_registers(const typename Product::Lef
 
 template <class Product, int Count, bool Fetch, int Rows>
 void multiply_rows(const typename Product::Left* a, ptrdiff_t a_stride, int rows,
-                   const Panels<typename Product::Right>& panels, float* c, ptrdiff_t c_stride) {
+                   const Panels<typename Product::Right>& panels, Block block, float* c, ptrdiff_t c_stride) {
   if constexpr (Rows > 0) {
-    if (rows == Rows) return multiply_in_registers<Product, Rows, Count, Fetch>(a, a_stride, panels, c, c_stride);
-    multiply_rows<Product, Count, Fetch, Rows - 1>(a, a_stride, rows, panels, c, c_stride);
+    if (rows == Rows) return multiply_in_registers<Product, Rows, Count, Fetch>(a, a_stride, panels, block, c, c_stride);
+    multiply_rows<Product, Count, Fetch, Rows - 1>(a, a_stride, rows, panels, block, c, c_stride);
   }
 }
 
@@ -209,16 +176,17 @@ void multiply(const typename Product::Left* a, ptrdiff_t a_stride, int rows, con
   for (int n = 0, count; n < panels.count; n += count) {
     count = panels.count - n >= most ? most : 1;
     const Panels<typename Product::Right> group = panels.from(n);
-    for (int block = 0; block < blocks; block++) {
-      const int begin = rows * block / blocks, size = rows * (block + 1) / blocks - begin;
+    for (int i = 0; i < blocks; i++) {
+      const int begin = rows * i / blocks, size = rows * (i + 1) / blocks - begin;
       const typename Product::Left* left = a + begin * a_stride;
       float* out = c + begin * c_stride + n * kPanelWidth;
+      const Block block = {i, blocks};
       if (count == 4)
-        multiply_rows<Product, 4, Fetch, kRowsWith4>(left, a_stride, size, group, out, c_stride);
+        multiply_rows<Product, 4, Fetch, kRowsWith4>(left, a_stride, size, group, block, out, c_stride);
       else if (count == 2)
-        multiply_rows<Product, 2, Fetch, kRowsWith2>(left, a_stride, size, group, out, c_stride);
+        multiply_rows<Product, 2, Fetch, kRowsWith2>(left, a_stride, size, group, block, out, c_stride);
       else
-        multiply_rows<Product, 1, Fetch && kRowsWith2 == 0, kRowsWith1>(left, a_stride, size, group, out, c_stride);
+        multiply_rows<Product, 1, Fetch && kRowsWith2 == 0, kRowsWith1>(left, a_stride, size, group, block, out, c_stride);
     }
   }
 }

@@ -105,9 +105,13 @@ inline Vector load(const float* p) {
 inline void store(float* p, Vector v) { memcpy(p, &v, sizeof v); }
 
 inline Vector load(const bf16* p) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
   HalfVector half;
   memcpy(&half, p, sizeof half);
   return (Vector)(__builtin_convertvector(half, UIntVector) << 16);
+#endif
 }
 
 inline void store(bf16* p, Vector v) {

@@ -84,7 +84,7 @@ void multiply_tiles(const bf16* a, ptrdiff_t a_stride, const Panels<bf16>& panel
     if constexpr (Fetch) {
       for (int i = segment; i < segment + joined; i++)
         for (int n = 0; n < Count; n++) {
-          const bf16* upcoming = panels.at(i, n) + panels.to_upcoming(i, n);
+          const bf16* upcoming = panels.upcoming_at(i, n);
           for (int row = 0; row < panels.segment_depth / 2; row++) fetch(upcoming + row * panels.row_stride);
         }
     }
@@ -220,6 +220,8 @@ class TileScope {
 };
 #if defined(__AVX512BF16__)
 using BestBf16Product = Bf16Dot;
+#else
+using BestBf16Product = Bf16Product;
 #endif
 
 #endif
