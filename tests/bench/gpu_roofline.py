@@ -4,10 +4,11 @@
 
 Models of the given shapes are made on the device with random weights, so that no file is needed. The whole takes less
 than 8 minutes, of which FlashInfer's compilation takes several the first time; what the time does not suffice for is left
-out and named. For each decode batch: milliseconds of a whole step (flattening, planning, replay, argmax on the CPU), of
-the replay alone on the GPU, the part of the step in which the GPU waits, and the bytes that a step must read (weights
-once, keys and values of all sequences) per second of replay, over the measured copy bandwidth. For each prefill: the
-arithmetic of the model per second, over the measured rate of a large matmul.
+out and named. For each decode batch: milliseconds of a whole step of the engine, but for detokenizing (scheduling, flattening,
+planning, replay, sampling), looking ahead and, in the next column, not; of the replay alone on the GPU; the part of the step
+in which the GPU waits; and the bytes that a step must read (weights once, keys and values of all sequences) per second of
+replay, over the measured copy bandwidth. For each prefill: the arithmetic of the model per second, over the measured rate of a
+large matmul.
 """
 
 from __future__ import annotations
@@ -26,24 +27,31 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "engine_pkg/src"))
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
+from paged_engine.admission import PreparedRequest
 from paged_engine.attention.flashinfer import FlashInferAttention
 from paged_engine.attention.interface import AttentionSetup
 from paged_engine.attention.select import select_backend
+from paged_engine.config import EngineConfig
+from paged_engine.engine import Engine
 from paged_engine.execution.batch import Batch, build_batch
 from paged_engine.execution.cuda_graphs import DecodeGraphs, make_decode_graphs
 from paged_engine.execution.runner import ModelRunner
+from paged_engine.execution.sampling import Sampler
 from paged_engine.models.fuse import fuse_modules
 from paged_engine.models.hook import PROBE_NAME, register
 from paged_engine.models.load import LoadedModel
 from paged_engine.models.probe import find_attention_layers
-from paged_engine.request import SamplingParams
-from paged_engine.scheduling.sequence import ScheduledRange, Sequence, StepPlan
+from paged_engine.request import GenerateRequest, SamplingParams
+from paged_engine.scheduling.pages import PagePool
+from paged_engine.scheduling.scheduler import Scheduler
+from paged_engine.scheduling.sequence import ScheduledRange, Sequence, SequenceStatus, StepPlan
 
 PAGE_SIZE = 16
 BATCH_SIZES = (1, 8, 64, 256)
 PROMPTS = (1024, 8192)
 CONTEXT = 1024
 """Tokens of each decoding sequence, if the memory suffices."""
+STEPS, WARM_UP_STEPS = 60, 10
 MAX_SEQ_LEN = 16384
 
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
@@ -88,6 +96,8 @@ class Result:
     model: str
     what: str
     step_ms: float
+    waiting_step_ms: float
+    """The same where each step's tokens are waited for before the next is launched."""
     gpu_ms: float
     gap: float
     """Part of a step in which the GPU does not compute."""
@@ -98,7 +108,7 @@ class Result:
 
     def __str__(self) -> str:
         return (
-            f"{self.model:14} {self.what:16} {self.step_ms:9.3f} {self.gpu_ms:9.3f} {self.gap:7.1%} "
+            f"{self.model:14} {self.what:16} {self.step_ms:9.3f} {self.waiting_step_ms:9.3f} {self.gpu_ms:9.3f} {self.gap:7.1%} "
             f"{self.achieved:9.1f} {self.unit:8} {self.of_ceiling:7.1%}"
         )
 
@@ -161,6 +171,22 @@ def make_model(config: PretrainedConfig, device: torch.device) -> LoadedModel:
     )
 
 
+class SilentTokenizer:
+    """Opens detokenizers that have nothing to say."""
+
+    def open_detokenizer(self, *, skip_special_tokens: bool) -> SilentTokenizer:
+        """One for a sequence."""
+        return self
+
+    def push(self, token_id: int) -> str:
+        """No text."""
+        return ""
+
+    def finish(self) -> str:
+        """No text."""
+        return ""
+
+
 class Bench:
     """One model, ready to run."""
 
@@ -217,19 +243,60 @@ class Bench:
         """The plan's batch."""
         return build_batch(plan, PAGE_SIZE, self.device)
 
+    def engine(self, batch_size: int, look_ahead: bool) -> Engine:
+        """An engine in the midst of decoding `batch_size` greedy sequences, which reach `context` tokens in STEPS steps."""
+        config = EngineConfig(
+            model="random weights", page_size=PAGE_SIZE, max_batch_size=BATCH_SIZES[-1], look_ahead=look_ahead
+        ).fitted_to("cuda")
+        scheduler = Scheduler(config, PagePool(self.num_pages, PAGE_SIZE, enable_prefix_caching=False))
+        silent: Any = SilentTokenizer()
+        engine = Engine(
+            config,
+            admission=silent,
+            tokenizer=silent,
+            eos_token_ids=frozenset(),
+            scheduler=scheduler,
+            runner=self.runner,
+            sampler=Sampler(self.model.vocab_size),
+        )
+        num_tokens = self.context - STEPS
+        sampling = SamplingParams(temperature=0)
+        for i in range(batch_size):
+            prompt = [i % 1000] * num_tokens
+            sequence = Sequence(f"{i}", prompt, sampling, max_num_tokens=self.context + 1)
+            engine.add(PreparedRequest(GenerateRequest(f"{i}", prompt, sampling), (sequence,)))
+            # As if all but its last token had been computed; what the pages hold does not matter here.
+            scheduler.waiting.discard(sequence)
+            sequence.page_table.extend(scheduler.pages.allocate(scheduler.pages.pages_for(num_tokens)))
+            sequence.num_computed = num_tokens - 1
+            sequence.status = SequenceStatus.RUNNING
+            scheduler.running.append(sequence)
+        return engine
+
+    def step_seconds(self, batch_size: int, look_ahead: bool) -> float:
+        """Mean seconds of a step, after some to warm up."""
+        engine = self.engine(batch_size, look_ahead)
+        for _ in range(WARM_UP_STEPS):
+            engine.step()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(STEPS - WARM_UP_STEPS):
+            engine.step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) / (STEPS - WARM_UP_STEPS)
+
     def decode(self, batch_size: int) -> Result:
-        """A step of `batch_size` sequences of `context` tokens."""
-        plan = self.plan(batch_size, self.context - 1, self.context)
-        assert self.graphs.covers(self.flat(plan))
-
-        def step() -> Any:
-            return self.runner.execute(self.flat(plan)).argmax(-1).tolist()
-
-        step_s = wall_seconds(step, 20)
+        """A step of `batch_size` sequences of about `context` tokens."""
+        step_s, waiting_step_s = (self.step_seconds(batch_size, look_ahead) for look_ahead in (True, False))
+        batch = self.flat(self.plan(batch_size, self.context - 1, self.context))
+        assert self.graphs.covers(batch)
+        self.runner.execute(batch)
         gpu_s = gpu_seconds(self.graphs._replays[batch_size], 20)
         weight_bytes = sum(weight.numel() * weight.element_size() for weight in self.matmul_weights)
         achieved = (weight_bytes + batch_size * self.context * self.token_bytes) / gpu_s / 1e9
-        return self._result(f"decode {batch_size}", step_s, gpu_s, achieved, "GB/s", self.ceilings.copy_gbps)
+        return self._result(
+            f"decode {batch_size}", step_s, waiting_step_s, gpu_s, achieved, "GB/s", self.ceilings.copy_gbps
+        )
 
     def prefill(self, length: int) -> Result:
         """One prompt of `length` tokens in one step."""
@@ -244,14 +311,30 @@ class Bench:
         )
         achieved = (2 * weights * length + attention) / gpu_s / 1e12
         return self._result(
-            f"prefill {length}", step_s, gpu_s, achieved, "TFLOP/s", self.ceilings.matmul_tflops
+            f"prefill {length}", step_s, step_s, gpu_s, achieved, "TFLOP/s", self.ceilings.matmul_tflops
         )
 
     def _result(
-        self, what: str, step_s: float, gpu_s: float, achieved: float, unit: str, ceiling: float
+        self,
+        what: str,
+        step_s: float,
+        waiting_step_s: float,
+        gpu_s: float,
+        achieved: float,
+        unit: str,
+        ceiling: float,
     ) -> Result:
-        gap = max(0.0, 1 - gpu_s / step_s)
-        return Result(self.name, what, step_s * 1e3, gpu_s * 1e3, gap, achieved, unit, achieved / ceiling)
+        return Result(
+            self.name,
+            what,
+            step_ms=step_s * 1e3,
+            waiting_step_ms=waiting_step_s * 1e3,
+            gpu_ms=gpu_s * 1e3,
+            gap=max(0.0, 1 - gpu_s / step_s),
+            achieved=achieved,
+            unit=unit,
+            of_ceiling=achieved / ceiling,
+        )
 
 
 def results_of(bench: Bench, deadline: float) -> Iterator[Result]:
@@ -288,7 +371,7 @@ def main() -> None:
         bench = Bench(name, ceilings, device)
         print(f"\n{name}: ready after {time.monotonic() - started:.0f} s; decoding at {bench.context} tokens")
         print(
-            f"{'model':14} {'step':16} {'step ms':>9} {'GPU ms':>9} {'gap':>7} {'achieved':>18} {'of limit':>8}"
+            f"{'model':14} {'step':16} {'step ms':>9} {'waiting':>9} {'GPU ms':>9} {'gap':>7} {'achieved':>18} {'of limit':>8}"
         )
         for result in results_of(bench, started + options.seconds):
             results.append(result)

@@ -19,7 +19,7 @@ from paged_engine.attention.cpu_native import CpuAttention
 from paged_engine.attention.torch_reference import TorchAttention
 from paged_engine.config import EngineConfig
 from paged_engine.execution.runner import ModelRunner
-from paged_engine.execution.sampling import Sampler
+from paged_engine.execution.sampling import PendingTokens, Sampler
 from paged_engine.loading import load_engine
 from paged_engine.request import GenerateRequest, SamplingParams
 from paged_engine.scheduling.scheduler import Scheduler
@@ -29,7 +29,7 @@ METHODS = {
     "scheduler: plan, advance, finish": [(Scheduler, name) for name in ("plan", "advance", "finish")],
     "model": [(ModelRunner, "execute")],
     "attention plan": [(CpuAttention, "plan"), (TorchAttention, "plan")],
-    "sampling": [(Sampler, "sample")],
+    "sampling": [(Sampler, "launch"), (PendingTokens, "result")],
 }
 NUM_PROMPT_TOKENS = 128
 

@@ -112,7 +112,7 @@ class Replay:
             seen.between_seconds.append(self.now - before)
             seen.between_steps.append(seen.num_steps - step_before)
         self.last_token[sequence] = (self.now, seen.num_steps)
-        sequence.token_ids.append(next(self.next_output))
+        self.scheduler.append_token(sequence, next(self.next_output))
         if sequence.num_output_tokens >= asked.num_output:
             self.end(sequence, asked)
 

@@ -105,18 +105,26 @@ def cost_of_planning(num_running: int, num_waiting: int, can_start: bool) -> flo
     running = [new_sequence(index, 100, 500) for index in range(num_running)]
     for sequence in running:
         subject.add(sequence)
-    while any(sequence.num_computed < sequence.num_tokens for sequence in running):
-        subject.advance(subject.plan())
+    while not all(sequence.num_output_tokens for sequence in running):
+        take_step(subject)
     for index in range(num_waiting):
         subject.add(new_sequence(num_running + index, num_running * 40 * 16 - 600, 1))
     samples = []
     for _ in range(100):
-        for sequence in running:
-            sequence.token_ids.append(sequence.num_tokens)
-        start = time.perf_counter()
-        subject.advance(subject.plan())
-        samples.append(time.perf_counter() - start)
+        samples.append(take_step(subject))
     return statistics.median(samples) * 1e6
+
+
+def take_step(subject: scheduler.Scheduler) -> float:
+    """Seconds of plan + advance; then those that have come to their ends get a token each."""
+    start = time.perf_counter()
+    plan = subject.plan()
+    sampling = [item.sequence for item in plan.ranges if item.samples]
+    subject.advance(plan)
+    seconds = time.perf_counter() - start
+    for sequence in sampling:
+        subject.append_token(sequence, sequence.num_tokens)
+    return seconds
 
 
 def new_sequence(index: int, num_prompt: int, max_tokens: int) -> Sequence:

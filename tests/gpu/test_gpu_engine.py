@@ -41,11 +41,11 @@ def load(checkpoint: Path, device: object, **parameters: object) -> Engine:
     )
 
 
-def requests(count: int = 12, max_tokens: int = 24) -> list[GenerateRequest]:
+def requests(count: int = 12, max_tokens: int = 24, **controls: object) -> list[GenerateRequest]:
     """Prompts from one token to several chunks."""
     random = torch.Generator().manual_seed(0)
     sampling = SamplingParams.parse(
-        {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+        {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 2, **controls}
     )
     prompts = [
         torch.randint(3, 259, (int(torch.randint(1, 120, (), generator=random)),), generator=random).tolist()
@@ -62,7 +62,7 @@ def run(engine: Engine, wanted: list[GenerateRequest]) -> dict[str, list[Output]
         if waiting and step % 2 == 0:
             engine.add(engine.prepare(waiting.pop(0)))
         for output in engine.step():
-            outputs[output.request_id].append(output)
+            outputs.setdefault(output.request_id, []).append(output)
         engine.check_integrity()
         if not engine.has_work and not waiting:
             break
@@ -192,12 +192,84 @@ def test_out_of_memory_in_a_step(checkpoint: Path, device: torch.device) -> None
     engine._runner.execute = functools.partial(_exhaust, device)  # type: ignore[method-assign]
     for request in requests(2):
         engine.add(engine.prepare(request))
-    failed = engine.step()
+    failed = engine.step() + engine.step()  # with look-ahead, the second tells of it
     assert [output.error.code for output in failed if output.error] == [ErrorCode.INTERNAL] * 2
     assert all("OutOfMemory" in str(output.error) for output in failed)
     engine.check_integrity()
     engine._runner.execute = execute  # type: ignore[method-assign]
     run(engine, requests(3))
+
+
+@pytest.mark.parametrize(
+    ("cuda_graphs", "controls"),
+    [
+        (True, {}),
+        (False, {}),
+        (False, {"temperature": 1, "seed": 5}),
+        (False, {"temperature": 1, "seed": 5, "top_k": 9}),
+    ],
+    ids=str,
+)
+def test_looking_ahead_changes_nothing(
+    checkpoint: Path, device: torch.device, cuda_graphs: bool, controls: dict[str, object]
+) -> None:
+    """Over a pool that is short of pages; with graphs in bfloat16, up to its rounding, which differs by batch."""
+    wanted = requests(10, **controls)
+    dtype = "bfloat16" if cuda_graphs else "float32"
+    parameters = {"dtype": dtype, "cuda_graphs": cuda_graphs, "num_pages": 40}
+    ahead = run(load(checkpoint, device, look_ahead=True, **parameters), wanted)
+    plain = run(load(checkpoint, device, look_ahead=False, **parameters), wanted)
+    check_same(ahead, plain)
+
+
+def test_it_looks_ahead_on_a_gpu_unless_told_otherwise(checkpoint: Path, device: torch.device) -> None:
+    engine = load(checkpoint, device, dtype="bfloat16")
+    engine.add(engine.prepare(requests(1)[0]))
+    assert engine.step() == []
+    assert len(engine._in_flight) == 1
+    assert engine.step()
+
+
+@pytest.mark.parametrize(
+    "controls",
+    [
+        {},
+        {"temperature": 1, "seed": 5},
+        {"temperature": 1, "seed": 5, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+        {"logit_bias": {"40": 2.0}, "min_tokens": 30, "max_tokens": 40, "ignore_eos": False},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.1},
+    ],
+    ids=str,
+)
+def test_a_launch_waits_for_nothing(
+    checkpoint: Path, device: torch.device, controls: dict[str, object]
+) -> None:
+    """Decode steps and steps with a newcomer's prompt: torch sees no operation that waits, and the launch is over while the
+    device is still busy with something else."""
+    engine = load(checkpoint, device, dtype="bfloat16", look_ahead=True)
+    wanted = requests(6, **controls)
+    run(engine, wanted)  # what happens at a first run only
+    for request in wanted[:3]:
+        engine.add(engine.prepare(request))
+    for _ in range(8):
+        engine.step()
+    engine.add(engine.prepare(wanted[3]))
+    for _ in range(3):
+        while engine._in_flight and not engine._may_be_followed(engine._in_flight[-1]):
+            engine._collect()
+        torch.cuda.synchronize(device)
+        stream = torch.cuda.current_stream(device)
+        with torch.cuda.device(device):
+            torch.cuda._sleep(2_000_000_000)  # cycles, about a second
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            assert engine._launch()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not stream.query()
+        while len(engine._in_flight) > 1:
+            engine._collect()
+    run(engine, [])
 
 
 def _exhaust(device: torch.device, _: object) -> torch.Tensor:

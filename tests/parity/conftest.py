@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import engine_runs
 import pytest
 import torch
+from deferred_device import defer
 from hand_built import load_tiny
 from model_pair import Pair
 from tiny_checkpoint import save_tiny_checkpoint
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
+
+from paged_engine.config import EngineConfig
+from paged_engine.engine import Engine
+from paged_engine.loading import load_engine
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +48,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["one by one", "look-ahead"])
+def any_order_of_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Engines made by engine_runs take in each step before the next, or look ahead on a device that is late; whether they do."""
+    looks_ahead = request.param == "look-ahead"
+
+    def load(config: EngineConfig) -> Engine:
+        engine = load_engine(config.model_copy(update={"look_ahead": True}))
+        defer(engine)
+        return engine
+
+    if looks_ahead:
+        monkeypatch.setattr(engine_runs, "load_engine", load)
+    return looks_ahead

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deferred_device import defer
 from engine_runs import Answers, engine, request, run
 
 from paged_engine.engine import Engine
@@ -143,6 +144,7 @@ def assert_is_as_alone(
     ("seed", "count", "parameters"),
     [
         (1, 200, {"num_pages": 26}),
+        (6, 60, {"num_pages": 22, "look_ahead": True}),
         pytest.param(2, 400, {"num_pages": 22, "max_num_tokens": 9}, marks=pytest.mark.slow),
         pytest.param(3, 400, {"num_pages": 26, "long_prefill_token_threshold": 5}, marks=pytest.mark.slow),
         pytest.param(4, 400, {"num_pages": 26, "enable_prefix_caching": False}, marks=pytest.mark.slow),
@@ -150,6 +152,13 @@ def assert_is_as_alone(
             5,
             400,
             {"num_pages": 13, "page_size": 7, "chunking_policy": "equal_progress"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(7, 400, {"num_pages": 22, "look_ahead": True}, marks=pytest.mark.slow),
+        pytest.param(
+            8,
+            400,
+            {"num_pages": 26, "look_ahead": True, "enable_prefix_caching": False, "max_num_tokens": 9},
             marks=pytest.mark.slow,
         ),
     ],
@@ -166,6 +175,8 @@ def test_each_of_many_requests_is_as_if_alone(
     )
     cancelled = {item.request_id: rng.randrange(30) for item in rng.sample(requests, count // 8)}
     target = engine(checkpoint, **{"max_seq_len": MAX_SEQ_LEN, "max_batch_size": 4, **parameters})
+    if target.config.look_ahead:
+        defer(target)
     together = churn(target, requests, cancelled, rng)
     statistics = target.statistics()
     assert statistics.num_preemptions > count // 20

@@ -24,6 +24,7 @@ def saying(text: str, **sampling: Any) -> dict[str, Any]:
     return {"structured_outputs": {"choice": [text]}, "ignore_eos": False, "max_tokens": 100, **sampling}
 
 
+@pytest.mark.usefixtures("any_order_of_steps")
 def test_max_tokens_inside_a_character_of_many_tokens(checkpoint: Path) -> None:
     """With every max_tokens there is, the one with which the text comes to its own end included."""
     target = engine(checkpoint)
@@ -38,6 +39,7 @@ def test_max_tokens_inside_a_character_of_many_tokens(checkpoint: Path) -> None:
         assert answers.ending("a") is (FinishReason.LENGTH if num_tokens <= num_bytes else FinishReason.STOP)
 
 
+@pytest.mark.usefixtures("any_order_of_steps")
 def test_a_stop_string_in_the_prompt_does_not_count(checkpoint: Path) -> None:
     target = engine(checkpoint)
     for prompt, text in (("say stop now", "go on, st"), ("say sto", "p it")):

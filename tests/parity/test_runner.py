@@ -58,7 +58,8 @@ def test_logits_carry_no_graph(tiny_pair: Callable[[str], Pair]) -> None:
 def test_measuring_the_largest_step_needs_one_page(
     tiny_pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The figures come from CUDA; the step itself runs anywhere: 62 tokens of 4 sequences, all of them in page 0."""
+    """The figures come from CUDA; the steps themselves run anywhere: 62 tokens of 4 sequences, all of them in page 0, of which
+    4 choose a token and all others are scored."""
     rows: list[int] = []
     paged = HandBuilt(tiny_pair("llama").paged, 4, "torch", num_pages=1)
     execute = paged.runner.execute
@@ -66,8 +67,9 @@ def test_measuring_the_largest_step_needs_one_page(
     def record(batch: Batch) -> torch.Tensor:
         rows.append(batch.num_tokens)
         assert batch.query_starts.diff().tolist() == [16, 16, 15, 15]
-        assert execute(batch).shape == (4, 128)
-        return torch.empty(0)
+        logits = execute(batch)
+        assert logits.shape == (62, 128)
+        return logits
 
     monkeypatch.setattr(paged.runner, "execute", record)
     for name in ("empty_cache", "reset_peak_memory_stats"):
@@ -75,4 +77,4 @@ def test_measuring_the_largest_step_needs_one_page(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1700)
     assert paged.runner.measure_step(62, 4, 4) == 700
-    assert rows == [62]
+    assert rows == [62, 62]

@@ -80,6 +80,12 @@ def tiny_server(start_session_server: StartServer) -> TritonServer:
 
 
 @pytest.fixture(scope="session")
+def ahead_server(start_session_server: StartServer) -> TritonServer:
+    """A server for the whole session with the tiny model, which looks ahead."""
+    return start_session_server({"look_ahead": True})
+
+
+@pytest.fixture(scope="session")
 def queue_server(start_session_server: StartServer) -> TritonServer:
     """A server for the whole session with the tiny model, where two requests run and four wait."""
     return start_session_server({"max_batch_size": 2, "max_queue_size": 4})

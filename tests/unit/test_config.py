@@ -163,3 +163,26 @@ def test_tokens_in_a_step_fit_the_device_where_none_are_given(
     config = EngineConfig.from_parameters(parameters(**overrides)).fitted_to(device_type)
     assert config.max_num_tokens == expected
     assert EngineConfig.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("value", "device_type", "expected"),
+    [
+        ("", "cuda", True),
+        ("auto", "cuda", True),
+        ("auto", "cpu", False),
+        ("true", "cpu", True),
+        ("False", "cuda", False),
+    ],
+)
+def test_looking_ahead_is_for_gpus_where_nobody_says_otherwise(
+    value: str, device_type: str, expected: bool
+) -> None:
+    config = EngineConfig.from_parameters(parameters(look_ahead=value)).fitted_to(device_type)
+    assert config.look_ahead is expected
+    assert EngineConfig.model_validate(config.model_dump()) == config
+
+
+def test_looking_ahead_is_a_matter_of_three_words() -> None:
+    with pytest.raises(ConfigurationError, match=r"^look_ahead must be auto, true or false, got 2$"):
+        EngineConfig.from_parameters(parameters(look_ahead="2"))

@@ -115,6 +115,10 @@ class EngineConfig(BaseModel):
 
     # The machine
     cuda_graphs: Flag = Field(True, description="true or false; replays decode steps as CUDA graphs on a GPU")
+    look_ahead: Literal["auto"] | Flag = Field(
+        "auto",
+        description="auto, true or false; launches a step before the tokens of the one before it are known, auto on a GPU",
+    )
     num_threads: Whole = Field(
         0, ge=0, le=4096, description="a whole number from 0 to 4096; 0 is the cores we may use"
     )
@@ -164,15 +168,18 @@ class EngineConfig(BaseModel):
         return max(self.page_size, self.max_batch_size)
 
     def fitted_to(self, device_type: str) -> EngineConfig:
-        """With max_num_tokens chosen for the device where it is 0.
+        """With what is left to the device: max_num_tokens where it is 0, look_ahead where it is auto.
 
         A chunk holds up the streams beside it for as long as it is computed, so a CPU takes smaller ones: 512 tokens
-        already use all of its arithmetic.
+        already use all of its arithmetic. It has nothing to gain from looking ahead either, being host and device in one.
         """
-        if self.max_num_tokens:
-            return self
         usual = 512 if device_type == "cpu" and self.enable_chunked_prefill else 2048
-        return self.model_copy(update={"max_num_tokens": max(usual, 2 * self._most_tokens_of_one_kind)})
+        return self.model_copy(
+            update={
+                "max_num_tokens": self.max_num_tokens or max(usual, 2 * self._most_tokens_of_one_kind),
+                "look_ahead": device_type == "cuda" if self.look_ahead == "auto" else self.look_ahead,
+            }
+        )
 
 
 def _is_unset(value: str) -> bool:

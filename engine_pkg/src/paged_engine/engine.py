@@ -1,26 +1,27 @@
 """The engine: add, abort, step. Synchronous, without threads and without Triton.
 
 One call of `step` is one turn of the whole machine: the scheduler says who computes which tokens, the model computes
-them, the sampler chooses, text comes out. `prepare` may run in any thread; everything else belongs to the one thread
-that steps.
+them, the sampler chooses, text comes out. With look_ahead a step is launched on the device before the tokens of the one before
+it are known: its sequences compute the tokens that are pending, and text comes out one call later. `prepare` may run in any
+thread; everything else belongs to the one thread that steps.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from paged_engine.admission import Admission, PreparedRequest
 from paged_engine.config import EngineConfig
 from paged_engine.errors import RequestError
-from paged_engine.execution.batch import build_batch
-from paged_engine.execution.logprobs import score_prompts
+from paged_engine.execution.launch import LaunchedStep
 from paged_engine.execution.runner import ModelRunner
 from paged_engine.execution.sampling import SampledToken, Sampler, not_finite
 from paged_engine.request import GenerateRequest
 from paged_engine.scheduling.scheduler import Scheduler
-from paged_engine.scheduling.sequence import FinishReason, Sequence, StepPlan
+from paged_engine.scheduling.sequence import FinishReason, Sequence, SequenceStatus, StepPlan
 from paged_engine.text.stream import TextStream
 from paged_engine.text.tokenizer import Tokenizer
 
@@ -89,6 +90,19 @@ class _Generation:
         self.cumulative_logprob: float | None = None if sampling.logprobs is None else 0.0
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A step that is launched, or could not be."""
+
+    plan: StepPlan
+    launched: LaunchedStep | RequestError
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether its tokens are there already, the host having had to wait for them."""
+        return isinstance(self.launched, LaunchedStep) and self.launched.has_waited
+
+
 class Engine:
     """In-flight batching over a paged KV cache, one step at a time."""
 
@@ -111,7 +125,10 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self._runner = runner
         self._sampler = sampler
+        self._looks_ahead = config.look_ahead is True
         self._generations: dict[str, dict[int, _Generation]] = {}
+        self._in_flight: list[_Step] = []
+        """The steps that are launched and not taken in, in that order: between calls none, with look-ahead one at most."""
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
 
@@ -146,35 +163,24 @@ class Engine:
         ]
 
     def step(self) -> list[Output]:
-        """Compute one batch and return what it brought: scores of prompts, then new tokens, both in plan order.
+        """Launch a step, and return what those that are over have brought: scores of prompts, then new tokens, in plan order.
 
-        A fault while computing ends the sequences of this step with INTERNAL and leaves the others untouched.
+        Without look-ahead the step just launched is over with this call; with it, it stays in flight while the host takes in
+        the one before. A sequence may then turn out to have ended that the step in flight computes one more token of; this
+        token is never taken in, and all that the step writes for it, before anything else of a later step, is its own slot.
+
+        A fault while launching or computing ends the sequences of the step with INTERNAL and leaves the others untouched.
 
         Raises:
             RuntimeError: the device can do nothing any more.
         """
-        plan = self.scheduler.plan()
-        if not plan.ranges:
-            return []
-        sampling = [item.sequence for item in plan.ranges if item.samples]
-        scoring = [item for item in plan.ranges if item.scored]
-        failed: list[Output] | None = None
-        try:
-            logits = self._runner.execute(build_batch(plan, self.config.page_size, self._runner.device))
-            scores = score_prompts(logits[len(sampling) :], scoring)
-            tokens = self._sampler.sample(logits[: len(sampling)], sampling)
-        except Exception as error:
-            logger.exception("a step of %d tokens failed", plan.num_tokens)
-            failed = self._fail(plan, error)
-        if failed is not None:
-            self._runner.recover()
-            return failed
-        self.scheduler.advance(plan)
         outputs: list[Output] = []
-        for item, prompt_tokens in zip(scoring, scores, strict=True):
-            outputs += self._accept_scores(item.sequence, prompt_tokens)
-        for sequence, token in zip(sampling, tokens, strict=True):
-            outputs += self._accept(sequence, token)
+        if self._in_flight and not self._may_be_followed(self._in_flight[-1]):
+            outputs += self._collect()
+        has_launched = self._launch()
+        is_left = has_launched and self._looks_ahead and not self._in_flight[-1].has_waited
+        while len(self._in_flight) > is_left:
+            outputs += self._collect()
         return outputs
 
     def statistics(self) -> EngineStatistics:
@@ -194,13 +200,75 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where a page is lost, shared by two writers, or held by nobody the scheduler knows; and what
-        CUDA raises where the device can do nothing any more."""
-        self.scheduler.check_integrity()
+        """Raise IntegrityError where a page is lost, shared by two writers, or held by nobody the scheduler knows, or a token
+        is awaited that no launched step chooses; and what CUDA raises where the device can do nothing any more."""
+        self.scheduler.check_integrity(
+            Counter(
+                sequence
+                for step in self._in_flight
+                if isinstance(step.launched, LaunchedStep)
+                for sequence in step.launched.sampling
+            )
+        )
         self._runner.recover()
+
+    def _launch(self) -> bool:
+        """Plan a step and launch it behind what is in flight; False if there is nothing to compute."""
+        plan = self.scheduler.plan()
+        if not plan.ranges:
+            return False
+        previous = self._in_flight[-1].launched if self._in_flight else None
+        assert not isinstance(previous, RequestError), "nothing follows a step that failed"
+        launched: LaunchedStep | RequestError
+        try:
+            launched = LaunchedStep(
+                plan, self._runner, self._sampler, page_size=self.config.page_size, previous=previous
+            )
+        except Exception as error:
+            logger.exception("a step of %d tokens failed", plan.num_tokens)
+            launched = _internal(error)
+        else:
+            self.scheduler.advance(plan)
+        self._in_flight.append(_Step(plan, launched))
+        return True
+
+    def _may_be_followed(self, step: _Step) -> bool:
+        """Whether another step may be launched before this one's tokens are known."""
+        return isinstance(step.launched, LaunchedStep) and not any(
+            sequence.status is not SequenceStatus.FINISHED
+            and not sequence.is_full
+            and self._sampler.needs_history(sequence)
+            for sequence in step.launched.sampling
+        )
+
+    def _collect(self) -> list[Output]:
+        """Wait for the step that was launched first, and take in what it has brought."""
+        step = self._in_flight.pop(0)
+        if isinstance(step.launched, RequestError):
+            return self._fail([step.plan], step.launched)
+        fault = None
+        try:
+            scores, tokens = step.launched.result()
+        except Exception as error:
+            logger.exception("a step of %d tokens failed on the device", step.plan.num_tokens)
+            fault = _internal(error)
+        if fault is not None:
+            # A device tells of a fault when it comes to it: it may be that of any launched step, and have spoilt any page.
+            plans = [step.plan, *(later.plan for later in self._in_flight)]
+            self._in_flight.clear()
+            self.scheduler.pages.forget_cached()
+            return self._fail(plans, fault)
+        outputs: list[Output] = []
+        for sequence, prompt_tokens in scores:
+            outputs += self._accept_scores(sequence, prompt_tokens)
+        for sequence, token in tokens:
+            outputs += self._accept(sequence, token)
+        return outputs
 
     def _accept_scores(self, sequence: Sequence, prompt_tokens: list[SampledToken]) -> list[Output]:
         """Hand on what a step has found out about a prompt; logits that are not finite end the request."""
+        if sequence.status is SequenceStatus.FINISHED:
+            return []
         if any(token.logprob is None or math.isnan(token.logprob) for token in prompt_tokens):
             return self.abort(sequence.request_id, not_finite("some token of the prompt"))
         return [
@@ -214,12 +282,12 @@ class Engine:
 
     def _accept(self, sequence: Sequence, token: SampledToken | RequestError) -> list[Output]:
         """Take one sampled token into its sequence. A fault on the way ends the request, all its sequences included."""
-        generation = self._generations.get(sequence.request_id, {}).get(sequence.index)
-        if generation is None:
-            return []  # a sibling's fault ended the request earlier in this very step
+        if sequence.status is SequenceStatus.FINISHED:
+            return []  # in a step before, or by a sibling's fault, or while the step was in flight
         if isinstance(token, RequestError):
             return self.abort(sequence.request_id, token)
-        sequence.token_ids.append(token.token_id)
+        generation = self._generations[sequence.request_id][sequence.index]
+        self.scheduler.append_token(sequence, token.token_id)
         self._num_generated_tokens += 1
         if generation.cumulative_logprob is not None and token.logprob is not None:
             generation.cumulative_logprob += token.logprob
@@ -255,14 +323,14 @@ class Engine:
             return text + stream.finish(), FinishReason.STOP
         if stream.stopped_by is not None:
             return text, FinishReason.STOP
-        if sequence.num_tokens >= sequence.max_num_tokens:
+        if len(sequence.token_ids) >= sequence.max_num_tokens:
             text += stream.finish()
             return text, FinishReason.LENGTH if stream.stopped_by is None else FinishReason.STOP
         return text, None
 
     def _is_stop_token(self, sequence: Sequence, token_id: int) -> bool:
         sampling = sequence.sampling
-        if sequence.num_output_tokens < sampling.min_tokens:
+        if len(sequence.token_ids) - sequence.num_prompt_tokens < sampling.min_tokens:
             return False
         return token_id in sampling.stop_token_ids or (
             not sampling.ignore_eos and token_id in self.eos_token_ids
@@ -283,11 +351,13 @@ class Engine:
             error=reason if isinstance(reason, RequestError) else None,
         )
 
-    def _fail(self, plan: StepPlan, error: Exception) -> list[Output]:
-        reason = _internal(error)
+    def _fail(self, plans: list[StepPlan], reason: RequestError) -> list[Output]:
+        """End the sequences of some steps, and see what is left of the device."""
         outputs: list[Output] = []
-        for item in plan.ranges:
-            outputs += self.abort(item.sequence.request_id, reason)
+        for sequence in (item.sequence for plan in plans for item in plan.ranges):
+            if sequence.status is not SequenceStatus.FINISHED:
+                outputs += self.abort(sequence.request_id, reason)
+        self._runner.recover()
         return outputs
 
     def _forget(self, generation: _Generation) -> None:

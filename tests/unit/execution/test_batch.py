@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from paged_engine.execution.batch import Batch, build_batch
+from paged_engine.execution.sampling import Sampler
 from paged_engine.request import SamplingParams
 from paged_engine.scheduling.sequence import ScheduledRange, Sequence, StepPlan
 
@@ -79,3 +80,29 @@ def test_rows_that_score_a_prompt_come_behind_those_that_sample() -> None:
     assert batch.query_starts.tolist() == [0, 1, 2, 7, 10, 13]
     assert batch.logit_rows.tolist() == [1, 6, 12, 0, 2, 3, 4, 5]
     assert batch.num_samples == 3
+
+
+def test_pending_tokens_come_from_where_they_are_chosen() -> None:
+    """Of three sequences in flight two go on, in another order, beside a chunk whose tokens are known."""
+    sequences = [Sequence("s", [10 + i] * (3 + i), SamplingParams(), max_num_tokens=100) for i in range(3)]
+    logits = torch.zeros(3, 50)
+    logits[[0, 1, 2], [47, 48, 49]] = 1
+    greedy = SamplingParams(temperature=0)
+    for sequence in sequences:
+        sequence.sampling = greedy
+        sequence.page_table.extend([0, 1])
+    pending = Sampler(50).launch(logits, sequences)
+    for sequence in sequences:
+        sequence.num_pending = 1
+    known = Sequence("s", [20, 21, 22], SamplingParams(), max_num_tokens=100)
+    known.page_table.append(2)
+    ranges = (
+        ScheduledRange(sequences[2], 5, 6),
+        ScheduledRange(sequences[0], 3, 4),
+        ScheduledRange(known, 0, 2),
+    )
+    batch = build_batch(StepPlan(ranges), 4, torch.device("cpu"), pending)
+    assert batch.token_ids.tolist() == [49, 47, 20, 21]
+    assert batch.positions.tolist() == [5, 3, 0, 1]
+    assert batch.logit_rows.tolist() == [0, 1]
+    assert [len(sequence.token_ids) for sequence in sequences] == [3, 4, 5]

@@ -6,7 +6,9 @@ exactly the right prefixes before it began: any read of a page that is unwritten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 from zlib import crc32
 
@@ -20,12 +22,11 @@ from paged_engine.scheduling.sequence import ScheduledRange, Sequence, SequenceS
 
 SAMPLING = SamplingParams()
 SCORING = SamplingParams(prompt_logprobs=0)
-TextOf = Callable[[Sequence], int]
 
 
-def greedy_token(sequence: Sequence) -> int:
+def greedy_token(text: SequenceOf[int]) -> int:
     """A next token that depends on the text alone, so that equal sequences stay equal."""
-    return (sum(sequence.token_ids) * 31 + len(sequence.token_ids)) % 997
+    return (sum(text) * 31 + len(text)) % 997
 
 
 def make_sequence(
@@ -60,14 +61,18 @@ class Harness:
     """A scheduler, a pool, their KV memory, and a clock that counts steps."""
 
     def __init__(
-        self, *, num_pages: int = 64, page_size: int = 16, next_token: TextOf = greedy_token, **config: Any
+        self, *, num_pages: int = 64, page_size: int = 16, looks_ahead: bool = False, **config: Any
     ) -> None:
+        """`looks_ahead`: a step's tokens are appended when the next one has been launched."""
         values = {"model": "none", "page_size": page_size, "num_pages": num_pages, **config}
         self.config = EngineConfig.model_validate(values).fitted_to("cpu")
         self.pool = PagePool(num_pages, page_size, self.config.enable_prefix_caching)
         self.scheduler = Scheduler(self.config, self.pool)
         self.page_size = page_size
-        self.next_token = next_token
+        self.looks_ahead = looks_ahead
+        self.pending: dict[Sequence, list[int]] = {}
+        """The tokens that launched steps have chosen and the scheduler does not know."""
+        self.in_flight: list[list[Sequence]] = []
         self.memory: list[int | None] = [None] * (num_pages * page_size)
         self.prefixes: dict[Sequence, list[int]] = {}
         self.scored: dict[Sequence, list[int]] = {}
@@ -82,22 +87,40 @@ class Harness:
             self.scheduler.add(sequence)
 
     def step(self) -> StepPlan:
-        """Plan, check the plan, compute it in the memory, advance, append tokens, finish what is done."""
+        """Plan, check the plan, compute it in the memory, advance; append tokens, finish what is done."""
         assert self.scheduler.has_work, "nothing is left to do"
-        decoding = [item for item in self.scheduler.running if item.num_uncomputed == 1]
+        decoding = [item for item in self.scheduler.running if item.num_uncomputed == 1 and not item.is_full]
         plan = self.scheduler.plan()
-        self.num_steps += 1
-        self.check_plan(plan, decoding)
-        self.scheduler.check_integrity()
-        self.compute(plan)
-        sampling = [item.sequence for item in plan.ranges if item.samples]
-        for item in plan.ranges:
-            self.scored.setdefault(item.sequence, []).extend(item.scored)
-        self.scheduler.advance(plan)
-        for sequence in sampling:
-            self.append_token(sequence)
-        self.scheduler.check_integrity()
+        if plan.ranges or not self.in_flight:
+            self.num_steps += 1
+            self.check_plan(plan, decoding)
+            self.check_integrity()
+            self.compute(plan)
+            sampling = [item.sequence for item in plan.ranges if item.samples]
+            for item in plan.ranges:
+                self.scored.setdefault(item.sequence, []).extend(item.scored)
+            for sequence in sampling:
+                self.pending.setdefault(sequence, []).append(greedy_token(self.text(sequence)))
+            self.scheduler.advance(plan)
+            self.in_flight.append(sampling)
+            self.check_integrity()
+        while len(self.in_flight) > (self.looks_ahead and bool(plan.ranges)):
+            self.collect()
+            self.check_integrity()
         return plan
+
+    def collect(self) -> None:
+        """Append the tokens of the step that was launched first."""
+        for sequence in self.in_flight.pop(0):
+            self.append_token(sequence)
+
+    def text(self, sequence: Sequence) -> list[int]:
+        """All its tokens, pending ones too."""
+        return [*sequence.token_ids, *self.pending.get(sequence, ())]
+
+    def check_integrity(self) -> None:
+        """The scheduler's own check, and that exactly the tokens pending are awaited."""
+        self.scheduler.check_integrity(Counter(sequence for step in self.in_flight for sequence in step))
 
     def run(self, max_steps: int = 10_000) -> list[StepPlan]:
         """Step until nothing is left to do."""
@@ -110,11 +133,14 @@ class Harness:
         return plans
 
     def append_token(self, sequence: Sequence) -> None:
+        token = self.pending[sequence].pop(0)
+        if sequence.status is SequenceStatus.FINISHED:
+            return
         num_scored = sequence.num_prompt_tokens - 1 if sequence.scores_prompt else 0
         assert self.scored[sequence] == list(range(num_scored)), "each once, in order, before the first token"
-        sequence.token_ids.append(self.next_token(sequence))
+        self.scheduler.append_token(sequence, token)
         self.first_token_step.setdefault(sequence, self.num_steps)
-        if sequence.num_tokens >= sequence.max_num_tokens:
+        if len(sequence.token_ids) >= sequence.max_num_tokens:
             self.finish_step[sequence] = self.num_steps
             self.scheduler.finish(sequence)
 
@@ -143,8 +169,9 @@ class Harness:
     def prefix(self, sequence: Sequence, position: int) -> int:
         """Stands for salt and tokens up to and including a position."""
         chain = self.prefixes.setdefault(sequence, [])
-        while len(chain) <= position:
-            chain.append(hash((chain[-1] if chain else sequence.cache_salt, sequence.token_ids[len(chain)])))
+        if len(chain) <= position:
+            for token in self.text(sequence)[len(chain) :]:
+                chain.append(hash((chain[-1] if chain else sequence.cache_salt, token)))
         return chain[position]
 
     # The rules that hold for every plan

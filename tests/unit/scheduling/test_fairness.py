@@ -171,7 +171,7 @@ def test_a_step_looks_at_no_more_sequences_however_many_wait(
             scheduler.advance(plan)
             for item in plan.ranges:
                 if item.samples:
-                    item.sequence.token_ids.append(1)
+                    scheduler.append_token(item.sequence, 1)
         return pool.num_matches
 
     assert looked_at(200) == looked_at(4000) <= 2 * 64

@@ -19,7 +19,7 @@ def hold(pool: PagePool, sequence: Sequence, num_computed: int) -> Sequence:
     pool.share(hits)
     sequence.page_table.extend([*hits, *pool.allocate(pool.pages_for(sequence.num_tokens) - len(hits))])
     sequence.num_computed = num_computed
-    pool.enter_computed(sequence, 0, num_computed)
+    pool.enter_computed(sequence, 0)
     return sequence
 
 
@@ -96,8 +96,36 @@ def test_a_page_is_found_only_once_all_its_tokens_are_computed() -> None:
     sequence = hold(pool, make_sequence(range(9)), 7)
     assert pool.match(make_sequence(range(9))) == [0]
     sequence.num_computed = 8
-    pool.enter_computed(sequence, 7, 8)
+    pool.enter_computed(sequence, 7)
     assert pool.match(make_sequence(range(9))) == [0, 1]
+
+
+def test_a_page_that_lacks_a_known_token_is_found_once_that_is_known() -> None:
+    """Positions 4 to 8 are computed, the last of them from a token that only the device knows."""
+    pool = PagePool(8, 4)
+    sequence = make_sequence(range(7))
+    sequence.num_pending = 1
+    hold(pool, sequence, 8)
+    assert pool.match(make_sequence(range(9))) == [0]
+    pool.check_integrity([sequence])
+    sequence.num_pending = 0
+    sequence.token_ids.append(7)
+    pool.enter_computed(sequence, 7)
+    assert pool.match(make_sequence(range(9))) == [0, 1]
+    pool.check_integrity([sequence])
+
+
+def test_what_is_cached_can_be_forgotten() -> None:
+    """Pages that are held stay held, those that were only kept are blank, and nothing is found any more."""
+    pool = PagePool(8, 4)
+    let_go(pool, hold(pool, make_sequence(range(12)), 12))
+    holder = hold(pool, make_sequence([7] * 9), 9)
+    pool.forget_cached()
+    assert counts(pool) == (3, 0, 5)
+    assert pool.match(make_sequence(range(12))) == pool.match(make_sequence([7] * 9)) == []
+    pool.check_integrity([holder])
+    let_go(pool, holder)
+    assert counts(pool) == (0, 0, 8)
 
 
 def test_a_page_counts_only_after_the_same_beginning_and_under_the_same_salt() -> None:
@@ -160,7 +188,7 @@ def test_of_two_that_computed_the_same_page_one_is_indexed() -> None:
         twin.page_table.extend(pool.allocate(2))
         twin.num_computed = 6
     for twin in twins:
-        pool.enter_computed(twin, 0, 6)
+        pool.enter_computed(twin, 0)
     pool.check_integrity(twins)
     assert pool.match(make_sequence(range(6))) == [0]
     for twin in twins:

@@ -25,6 +25,7 @@ CONFIGURATIONS = st.fixed_dictionaries(
         "long_prefill_token_threshold": st.sampled_from([0, 0, 1, 3, 8]),
         "chunking_policy": st.sampled_from(["first_come_first_served", "equal_progress"]),
         "scheduler_policy": st.sampled_from(["max_utilization", "guaranteed_no_evict"]),
+        "looks_ahead": st.booleans(),
     }
 )
 
@@ -101,15 +102,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences and self.harness.scheduler.num_running)
     @rule(data=st.data())
     def fail_a_step(self, data: st.DataObject) -> None:
-        """A fault in the step ends its sequences; the plan is never advanced."""
+        """A fault in the step ends its sequences; the plan is never advanced, and a step before it brings its tokens."""
         plan = self.harness.scheduler.plan()
+        if self.harness.in_flight:
+            self.harness.collect()
         for item in plan.ranges:
             self.harness.scheduler.finish(item.sequence)
 
     @invariant()
     def books_balance(self) -> None:
         if self.sequences:
-            self.harness.scheduler.check_integrity()
+            self.harness.check_integrity()
             alive = sum(sequence.status is not SequenceStatus.FINISHED for sequence in self.sequences)
             assert alive == self.harness.scheduler.num_running + self.harness.scheduler.num_waiting
 
@@ -123,10 +126,11 @@ SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_cou
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
+@pytest.mark.parametrize("looks_ahead", [False, True])
 @pytest.mark.parametrize("policy", ["max_utilization", "guaranteed_no_evict"])
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_ten_thousand_random_operations(
-    policy: str, enable_prefix_caching: bool, monkeypatch: pytest.MonkeyPatch
+    policy: str, enable_prefix_caching: bool, looks_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunking, "MAX_SCORED_POSITIONS", 12)
     chance = random.Random(11)
@@ -137,6 +141,7 @@ def test_ten_thousand_random_operations(
         max_num_tokens=24,
         scheduler_policy=policy,
         enable_prefix_caching=enable_prefix_caching,
+        looks_ahead=looks_ahead,
     )
     alive: list[Sequence] = []
     num_done = 0
@@ -161,7 +166,7 @@ def test_ten_thousand_random_operations(
         else:
             harness.step()
             num_done = len(harness.finish_step)
-        harness.scheduler.check_integrity()
+        harness.check_integrity()
     harness.run()
     assert num_done > 100
     assert (harness.scheduler.num_preemptions > 10) == (policy == "max_utilization")

@@ -191,3 +191,38 @@ def test_a_step_that_failed_leaves_nothing_in_the_index() -> None:
     assert (harness.pool.num_held, harness.pool.num_cached) == (0, 0)
     harness.add(make_sequence(40, name="a"))
     harness.run()
+
+
+def test_sent_back_while_its_token_is_pending_it_waits_for_that() -> None:
+    harness = Harness(looks_ahead=True)
+    sequence = make_sequence(20, 4, name="a")
+    harness.add(sequence)
+    harness.step()
+    assert sequence.num_pending == 1
+    harness.scheduler.preempt_last()
+    assert harness.scheduler.plan().ranges == ()
+    harness.collect()
+    harness.run()
+    assert len(sequence.token_ids) == 24
+
+
+def test_a_last_token_that_is_pending_takes_no_page() -> None:
+    """Each of the two computes 8 of its 9 tokens, which fill the pool."""
+    harness = Harness(looks_ahead=True, page_size=4, num_pages=4, max_num_tokens=32, max_batch_size=2)
+    harness.add(*(make_sequence(4, 5, name=name) for name in "ab"))
+    harness.run()
+    assert harness.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_pages_of_generated_tokens_are_found_later(looks_ahead: bool) -> None:
+    """A page whose last token was pending when it was computed is no exception."""
+    harness = Harness(looks_ahead=looks_ahead, page_size=4, num_pages=16)
+    sequence = make_sequence(4, 13, name="a")
+    harness.add(sequence)
+    harness.run()
+    assert harness.pool.num_cached == 4
+    follow_up = make_sequence(sequence.token_ids, 2, name="b")
+    harness.add(follow_up)
+    harness.run()
+    assert follow_up.num_cached == 16

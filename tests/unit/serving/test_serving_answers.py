@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from serving_harness import ALPHABET, Serve
+from serving_harness import ALPHABET, Serve, wait_until
 
 from paged_engine.serving.sources import RawRequest
 
@@ -44,6 +44,21 @@ def test_sixteen_streams_at_once_each_equal_the_lone_one(serve: Serve) -> None:
     answers = [served.ask(stream=True) for _ in range(16)]
     assert {answer.wait().text for answer in answers} == {ALPHABET}
     served.assert_clean()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_looking_ahead_changes_no_answer(serve: Serve, stream: bool) -> None:
+    """Ends at a token, at a string and at the length, several sequences, one that is cancelled, and then an empty house."""
+    ways = [{"max_tokens": 7}, {"stop": [b"cd"]}, {"n": 3, "max_tokens": 4}, {"max_tokens": 60}, {}]
+    texts = []
+    for look_ahead in (False, True):
+        served = serve(look_ahead=look_ahead)
+        answers = [served.ask(stream=stream, return_finish_reason=True, **way) for way in ways]
+        texts.append([(answer.wait().text, answer.finish_reason) for answer in answers])
+        wait_until(lambda served=served: served.engine.statistics().num_running == 0)
+        served.engine.check_integrity()
+        assert served.engine.statistics().num_pages_used == 0
+    assert texts[0] == texts[1]
 
 
 def test_several_sequences_answer_together(serve: Serve) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from paged_engine.execution.transfer import to_device
 from paged_engine.scheduling.sequence import StepPlan
+
+if TYPE_CHECKING:
+    from paged_engine.execution.sampling import PendingTokens
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,17 @@ class Batch:
         return int(self.context_lens.shape[0])
 
 
-def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
-    """Flatten a plan. Work in Python grows with the number of ranges, not with their tokens."""
+def build_batch(
+    plan: StepPlan, page_size: int, device: torch.device, pending: PendingTokens | None = None
+) -> Batch:
+    """Flatten a plan. Work in Python grows with the number of ranges, not with their tokens.
+
+    Args:
+        plan: what to flatten.
+        page_size: tokens of a page.
+        device: of the model.
+        pending: where the pending tokens of the plan's sequences are; they are copied on the device, without waiting for them.
+    """
     num_ranges = len(plan.ranges)
     starts = np.fromiter((item.start for item in plan.ranges), np.int64, num_ranges)
     ends = np.fromiter((item.end for item in plan.ranges), np.int64, num_ranges)
@@ -67,10 +81,11 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
     page_indptr = np.zeros(num_ranges + 1, np.int32)
     np.cumsum(num_pages, out=page_indptr[1:])
 
-    token_ids = np.empty(query_starts[-1], np.int64)
+    token_ids = np.zeros(query_starts[-1], np.int64)
     page_indices = np.empty(page_indptr[-1], np.int32)
     for i, item in enumerate(plan.ranges):
-        token_ids[query_starts[i] : query_starts[i + 1]] = item.sequence.token_ids[item.start : item.end]
+        known = item.sequence.token_ids[item.start : item.end]
+        token_ids[query_starts[i] : query_starts[i] + len(known)] = known
         page_indices[page_indptr[i] : page_indptr[i + 1]] = item.sequence.page_table[: num_pages[i]]
 
     row_of_range = np.repeat(np.arange(num_ranges), lengths)
@@ -84,20 +99,37 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
         if item.scored
     ]
 
-    def on_device(values: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(values).to(device, non_blocking=True)
+    logit_rows = np.concatenate([query_starts[1:][samples] - 1, *scored]).astype(np.int64)
+    fed_rows, fed_from = _fed(plan, query_starts, pending)
+    *on_device, rows, tokens = to_device(device, token_ids, positions, slots, logit_rows, fed_rows, fed_from)
+    if pending is not None and len(fed_rows):
+        on_device[0][rows] = pending.tokens[tokens]
 
     return Batch(
-        token_ids=on_device(token_ids),
-        positions=on_device(positions),
-        slots=on_device(slots),
+        token_ids=on_device[0],
+        positions=on_device[1],
+        slots=on_device[2],
         query_starts=torch.from_numpy(query_starts),
         context_lens=torch.from_numpy(ends.astype(np.int32)),
         page_indptr=torch.from_numpy(page_indptr),
         page_indices=torch.from_numpy(page_indices),
         last_page_len=torch.from_numpy(((ends - 1) % page_size + 1).astype(np.int32)),
-        logit_rows=on_device(np.concatenate([query_starts[1:][samples] - 1, *scored]).astype(np.int64)),
+        logit_rows=on_device[3],
         num_samples=int(samples.sum()),
         max_query_len=int(lengths.max()),
         page_size=page_size,
     )
+
+
+def _fed(
+    plan: StepPlan, query_starts: NDArray[np.int32], pending: PendingTokens | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rows whose token is pending, and the rows of `pending` where it will be. It is the last of its range."""
+    row_of = {} if pending is None else {item: row for row, item in enumerate(pending.sequences)}
+    fed = [
+        (query_starts[i + 1] - 1, row_of[item.sequence])
+        for i, item in enumerate(plan.ranges)
+        if item.end > len(item.sequence.token_ids)
+    ]
+    rows, tokens = np.array(fed, np.int64).reshape(-1, 2).T
+    return rows, tokens

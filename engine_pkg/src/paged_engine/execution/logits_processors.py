@@ -12,7 +12,7 @@ no state of a slot or a batch that could go stale when sequences are preempted, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from paged_engine.errors import RequestError
+from paged_engine.execution.transfer import to_device
+from paged_engine.request import SamplingParams
 from paged_engine.scheduling.sequence import Sequence
 
 _BANNED = float("-inf")
@@ -46,7 +48,8 @@ def apply_grammars(logits: torch.Tensor, sequences: list[Sequence]) -> dict[int,
             errors[row] = error
     if rows:
         bits = np.unpackbits(np.stack(allowed), axis=1, count=logits.shape[1], bitorder="little").view(bool)
-        logits[rows] = torch.where(torch.from_numpy(bits).to(logits.device), logits[rows], _BANNED)
+        guided_rows, may_come = to_device(logits.device, np.array(rows), bits)
+        logits[guided_rows] = torch.where(may_come, logits[guided_rows], _BANNED)
     return errors
 
 
@@ -69,11 +72,19 @@ def apply_constraints(logits: torch.Tensor, sequences: list[Sequence]) -> None:
     ]
     biased = [(row, item.bias_ids) for row, _, item in constrained]
     biases = np.concatenate([item.bias_values for _, _, item in constrained])
-    _keep_only(logits, allowed)
-    rows, tokens = _entries(banned, logits.device)
-    logits[rows, tokens] = _BANNED
-    rows, tokens = _entries(biased, logits.device)
-    logits[rows, tokens] += torch.from_numpy(biases).to(logits.device)
+    restricted, *entries, to_add = to_device(
+        logits.device,
+        np.array([row for row, _ in allowed], np.int64),
+        *map(_entries, (allowed, banned, biased)),
+        biases,
+    )
+    (kept_rows, kept_tokens), (banned_rows, banned_tokens), (biased_rows, biased_tokens) = entries
+    if allowed:
+        kept = logits[kept_rows, kept_tokens]
+        logits[restricted] = _BANNED
+        logits[kept_rows, kept_tokens] = kept
+    logits[banned_rows, banned_tokens] = _BANNED
+    logits[biased_rows, biased_tokens] += to_add
 
 
 def apply_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> None:
@@ -93,21 +104,33 @@ def apply_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> None:
     )
     _penalize_output(
         logits,
-        [(row, item) for row, item in numbered if item.num_output_tokens and _has_output_penalty(item)],
+        [
+            (row, item)
+            for row, item in numbered
+            if item.num_output_tokens and _has_output_penalty(item.sampling)
+        ],
     )
 
 
-def _has_output_penalty(sequence: Sequence) -> bool:
-    return bool(sequence.sampling.frequency_penalty or sequence.sampling.presence_penalty)
+def has_penalties(sampling: SamplingParams) -> bool:
+    """Whether any of the penalties is on."""
+    return sampling.repetition_penalty != 1 or _has_output_penalty(sampling)
+
+
+def _has_output_penalty(sampling: SamplingParams) -> bool:
+    return bool(sampling.frequency_penalty or sampling.presence_penalty)
 
 
 def _penalize_repetition(logits: torch.Tensor, penalized: list[tuple[int, Sequence]]) -> None:
     if not penalized:
         return
-    rows, tokens = _entries([(row, _tokens_of(item)) for row, item in penalized], logits.device)
-    lengths = [item.num_tokens for _, item in penalized]
-    penalties = _per_entry(
-        [item.sampling.repetition_penalty for _, item in penalized], lengths, logits.device
+    (rows, tokens), penalties = to_device(
+        logits.device,
+        _entries([(row, _tokens_of(item)) for row, item in penalized]),
+        np.repeat(
+            np.array([item.sampling.repetition_penalty for _, item in penalized], np.float64),
+            [item.num_tokens for _, item in penalized],
+        ),
     )
     # A token that occurs twice is read before either write and written twice with one value.
     values = logits[rows, tokens].double()
@@ -121,38 +144,26 @@ def _penalize_output(logits: torch.Tensor, penalized: list[tuple[int, Sequence]]
     outputs = [
         np.unique(_tokens_of(item)[item.num_prompt_tokens :], return_counts=True) for _, item in penalized
     ]
-    lengths = [len(tokens) for tokens, _ in outputs]
-    rows, tokens = _entries(
-        [(row, tokens) for (row, _), (tokens, _) in zip(penalized, outputs, strict=True)], logits.device
+    subtracted = np.concatenate(
+        [
+            item.sampling.frequency_penalty * counts + item.sampling.presence_penalty
+            for (_, item), (_, counts) in zip(penalized, outputs, strict=True)
+        ]
     )
-    counts = torch.from_numpy(np.concatenate([counts for _, counts in outputs])).to(logits.device)
-    frequency = _per_entry([item.sampling.frequency_penalty for _, item in penalized], lengths, logits.device)
-    presence = _per_entry([item.sampling.presence_penalty for _, item in penalized], lengths, logits.device)
-    logits[rows, tokens] -= (frequency * counts + presence).float()
+    (rows, tokens), penalties = to_device(
+        logits.device,
+        _entries([(row, tokens) for (row, _), (tokens, _) in zip(penalized, outputs, strict=True)]),
+        subtracted.astype(np.float32),
+    )
+    logits[rows, tokens] -= penalties
 
 
-def _keep_only(logits: torch.Tensor, allowed: list[tuple[int, NDArray[np.int64]]]) -> None:
-    if not allowed:
-        return
-    rows, tokens = _entries(allowed, logits.device)
-    kept = logits[rows, tokens]
-    logits[torch.tensor([row for row, _ in allowed], device=logits.device)] = _BANNED
-    logits[rows, tokens] = kept
-
-
-def _entries(
-    tokens_of_rows: Iterable[tuple[int, NDArray[np.integer[Any]]]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(row, tokens of the row) pairs as two int64 index tensors of one length, on `device`."""
+def _entries(tokens_of_rows: Collection[tuple[int, NDArray[np.integer[Any]]]]) -> NDArray[np.int64]:
+    """(row, tokens of the row) pairs as indices, int64 [2, number of tokens]: the rows, and the tokens."""
+    if not tokens_of_rows:
+        return np.empty((2, 0), np.int64)
     rows, tokens = zip(*tokens_of_rows, strict=True)
-    indices = np.stack((np.repeat(rows, [len(ids) for ids in tokens]), np.concatenate(tokens)))
-    row_indices, token_indices = torch.from_numpy(indices.astype(np.int64, copy=False)).to(device)
-    return row_indices, token_indices
-
-
-def _per_entry(values: list[float], lengths: list[int], device: torch.device) -> torch.Tensor:
-    """float64, each row's value repeated for every entry of the row."""
-    return torch.from_numpy(np.repeat(np.array(values, np.float64), lengths)).to(device)
+    return np.stack((np.repeat(rows, [len(ids) for ids in tokens]), np.concatenate(tokens))).astype(np.int64)
 
 
 def _tokens_of(sequence: Sequence) -> NDArray[np.int32]:

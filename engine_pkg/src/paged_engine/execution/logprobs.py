@@ -10,9 +10,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
 import torch
 
 from paged_engine.execution.token_choice import most_likely_tokens
+from paged_engine.execution.transfer import HostCopies, to_device
 from paged_engine.scheduling.sequence import ScheduledRange
 
 _NUM_SPARE_CANDIDATES = 32
@@ -42,71 +44,86 @@ class SampledToken:
     probability zero are left out."""
 
 
-def score(logprobs: torch.Tensor, token_ids: torch.Tensor, num_top: list[int]) -> list[SampledToken]:
-    """How likely each row's token was, and which were the most likely ones.
+class PendingScores:
+    """How likely some tokens were, as asked of the device; `result` waits for it."""
 
-    Args:
-        logprobs: float32 [rows, vocab_size], the log_softmax of raw logits.
-        token_ids: int64 [rows] on the same device.
-        num_top: per row, how many of the most likely tokens to name; 0 names none, more than the vocabulary all.
+    def __init__(self, logprobs: torch.Tensor, token_ids: torch.Tensor, num_top: list[int]) -> None:
+        """Launch it.
 
-    Returns:
-        One per row. `logprob` is NaN where the row holds a NaN.
-    """
-    chosen = logprobs.gather(1, token_ids[:, None])
-    ranks = (logprobs > chosen).sum(dim=-1, dtype=torch.int32) + 1
-    top_ids = _most_likely_exactly(logprobs, min(max(num_top), logprobs.shape[1]))
-    return [
-        SampledToken(token_id, logprob, rank, _ranked(ids[:count], top))
-        for token_id, logprob, rank, ids, top, count in zip(
-            token_ids.tolist(),
-            chosen[:, 0].tolist(),
-            ranks.tolist(),
-            top_ids.tolist(),
-            logprobs.gather(1, top_ids).tolist(),
-            num_top,
-            strict=True,
-        )
-    ]
+        Args:
+            logprobs: float32 [rows, vocab_size], the log_softmax of raw logits.
+            token_ids: int64 [rows] on the same device.
+            num_top: per row, how many of the most likely tokens to name; 0 names none, more than the vocabulary all.
+        """
+        self._logprobs = logprobs
+        self._num_top = num_top
+        self._most = min(max(num_top), logprobs.shape[1])
+        chosen = logprobs.gather(1, token_ids[:, None])
+        ranks = (logprobs > chosen).sum(dim=-1, dtype=torch.int32) + 1
+        values, candidates = logprobs[:, :0], token_ids[:, None][:, :0]
+        if self._most:
+            num_candidates = min(self._most + _NUM_SPARE_CANDIDATES, logprobs.shape[1])
+            values, candidates = most_likely_tokens(logprobs, num_candidates)
+        self._copies = HostCopies(token_ids, chosen[:, 0], ranks, values, candidates)
+
+    @torch.inference_mode()
+    def result(self) -> list[SampledToken]:
+        """One for each row. `logprob` is NaN where the row holds a NaN.
+
+        The most likely tokens are in descending order, of equals the lower ids first and first to be in.
+        """
+        token_ids, chosen, ranks, values, candidates = self._copies.wait()
+        vocab_size = self._logprobs.shape[1]
+        if 0 < values.shape[1] < vocab_size:
+            ambiguous = (values[:, self._most - 1] == values[:, -1]).nonzero()[:, 0]
+            if len(ambiguous):  # equals at the end of the list, of which some may be no candidates
+                rows = self._logprobs[ambiguous.to(self._logprobs.device)]
+                whole_rows = most_likely_tokens(rows, vocab_size)
+                values[ambiguous], candidates[ambiguous] = (
+                    part[:, : values.shape[1]].cpu() for part in whole_rows
+                )
+        return [
+            SampledToken(token_id, logprob, rank, _ranked(ids[:count], top))
+            for token_id, logprob, rank, ids, top, count in zip(
+                token_ids.tolist(),
+                chosen.tolist(),
+                ranks.tolist(),
+                candidates.tolist(),
+                values.tolist(),
+                (min(count, self._most) for count in self._num_top),
+                strict=True,
+            )
+        ]
 
 
-@torch.inference_mode()
-def score_prompts(logits: torch.Tensor, ranges: SequenceOf[ScheduledRange]) -> list[list[SampledToken]]:
-    """How likely the tokens behind the scored positions of some ranges were.
+class PendingPromptScores:
+    """How likely the tokens behind the scored positions of some ranges were; `result` waits for the device."""
 
-    Args:
-        logits: float32 [scored positions of all ranges, vocab_size], as the model gave them.
-        ranges: in the order of the rows.
+    @torch.inference_mode()
+    def __init__(self, logits: torch.Tensor, ranges: SequenceOf[ScheduledRange]) -> None:
+        """Launch it.
 
-    Returns:
-        For each range, one token for each scored position p: the prompt's token p + 1.
-    """
-    if not ranges:
-        return []
-    token_ids = array("i")
-    num_top = []
-    for item in ranges:
-        positions = item.scored
-        token_ids += item.sequence.token_ids[positions.start + 1 : positions.stop + 1]
-        num_top += [item.sequence.sampling.prompt_logprobs or 0] * len(positions)
-    tokens = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
-    scores = iter(score(logits.log_softmax(dim=-1), tokens, num_top))
-    return [list(islice(scores, len(item.scored))) for item in ranges]
+        Args:
+            logits: float32 [scored positions of all ranges, vocab_size], as the model gave them.
+            ranges: in the order of the rows.
+        """
+        self._lengths = [len(item.scored) for item in ranges]
+        self._scores = None
+        if not ranges:
+            return
+        token_ids = array("i")
+        num_top = []
+        for item in ranges:
+            positions = item.scored
+            token_ids += item.sequence.token_ids[positions.start + 1 : positions.stop + 1]
+            num_top += [item.sequence.sampling.prompt_logprobs or 0] * len(positions)
+        (tokens,) = to_device(logits.device, np.array(token_ids, np.int64))
+        self._scores = PendingScores(logits.log_softmax(dim=-1), tokens, num_top)
 
-
-def _most_likely_exactly(logprobs: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 [rows, count]: the most likely tokens in descending order, of equals the lower ids first and first to be in."""
-    vocab_size = logprobs.shape[1]
-    if count == 0:
-        return torch.empty(len(logprobs), 0, dtype=torch.int64, device=logprobs.device)
-    num_candidates = min(count + _NUM_SPARE_CANDIDATES, vocab_size)
-    values, token_ids = most_likely_tokens(logprobs, num_candidates)
-    top = token_ids[:, :count]
-    if num_candidates < vocab_size:
-        ambiguous = (values[:, count - 1] == values[:, -1]).nonzero()[:, 0]
-        if len(ambiguous):
-            top[ambiguous] = most_likely_tokens(logprobs[ambiguous], vocab_size)[1][:, :count]
-    return top
+    def result(self) -> list[list[SampledToken]]:
+        """For each range, one token for each scored position p: the prompt's token p + 1."""
+        tokens = iter(() if self._scores is None else self._scores.result())
+        return [list(islice(tokens, length)) for length in self._lengths]
 
 
 def _ranked(token_ids: list[int], logprobs: list[float]) -> tuple[TokenLogprob, ...]:

@@ -12,9 +12,11 @@ from paged_engine.attention.interface import AttentionBackend
 from paged_engine.errors import ConfigurationError
 from paged_engine.execution.batch import Batch, build_batch
 from paged_engine.execution.cuda_graphs import DecodeGraphs
+from paged_engine.execution.logprobs import PendingPromptScores
 from paged_engine.models.hook import attach, forward_flat
 from paged_engine.models.load import LoadedModel
 from paged_engine.request import SamplingParams
+from paged_engine.scheduling.chunking import MAX_SCORED_POSITIONS
 from paged_engine.scheduling.sequence import ScheduledRange, Sequence, StepPlan
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -84,8 +86,8 @@ class ModelRunner:
                 self._graphs.capture(dummy_page)
 
     def measure_step(self, max_num_tokens: int, max_batch_size: int, page_size: int) -> int:
-        """Run the largest step there can be, and return the bytes of GPU memory that it takes at its peak, with those
-        that CUDA graphs are going to take.
+        """Run the largest step there can be, with as many prompt positions to be scored as there may be, and return the bytes
+        of GPU memory that it takes at its peak, with those that CUDA graphs are going to take.
 
         Every page of its sequences is page 0, so one page bound to each layer is enough.
 
@@ -95,24 +97,33 @@ class ModelRunner:
         device = self._model.device
         num_sequences = min(max_batch_size, max_num_tokens)
         quotient, remainder = divmod(max_num_tokens, num_sequences)
+        sampling = SamplingParams(prompt_logprobs=1)
         ranges = []
+        num_to_score = MAX_SCORED_POSITIONS
         for index in range(num_sequences):
             num_tokens = min(quotient + (index < remainder), self._model.max_seq_len)
-            sequence = Sequence("measure", [0] * num_tokens, SamplingParams(), max_num_tokens=num_tokens)
+            sequence = Sequence("measure", [0] * num_tokens, sampling, max_num_tokens=num_tokens)
+            sequence.num_scored = max(0, num_tokens - 1 - num_to_score)
+            num_to_score -= sequence.num_unscored
             sequence.page_table.extend([0] * -(-num_tokens // page_size))
             ranges.append(ScheduledRange(sequence, 0, num_tokens))
         batch = build_batch(StepPlan(tuple(ranges)), page_size, device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
+        scoring = [item for item in ranges if item.scored]
         try:
-            self.execute(batch)
+            # The scores of one step are still there while the next one computes.
+            scores = [
+                PendingPromptScores(self.execute(batch)[batch.num_samples :], scoring) for _ in range(2)
+            ]
         except torch.OutOfMemoryError as error:
             raise ConfigurationError(
                 f"a step of max_num_tokens = {max_num_tokens} tokens does not fit beside the weights on {device}: "
                 f"lower max_num_tokens or max_batch_size ({error})"
             ) from error
         peak = torch.cuda.max_memory_allocated(device) - before
+        del scores
         torch.cuda.empty_cache()
         if self._graphs is None:
             return peak

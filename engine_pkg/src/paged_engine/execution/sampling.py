@@ -1,4 +1,4 @@
-"""Sampler: turns the logits of a step into one token per sequence.
+"""Sampler: turns the logits of a step into one token per sequence, without waiting for the device where that is not needed.
 
 The steps, in vLLM's order (vllm/v1/sample/sampler.py): log-probabilities of the raw logits; grammars; allowed tokens, bad words,
 min_tokens and logit_bias; repetition, frequency and presence penalties; then the most likely token for greedy rows, and
@@ -17,10 +17,16 @@ import numpy as np
 import torch
 
 from paged_engine.errors import RequestError
-from paged_engine.execution.logits_processors import apply_constraints, apply_grammars, apply_penalties
-from paged_engine.execution.logprobs import SampledToken, TokenLogprob, score
+from paged_engine.execution.logits_processors import (
+    apply_constraints,
+    apply_grammars,
+    apply_penalties,
+    has_penalties,
+)
+from paged_engine.execution.logprobs import PendingScores, SampledToken, TokenLogprob
 from paged_engine.execution.random_stream import RandomStreams
-from paged_engine.execution.token_choice import RandomControls, draw, most_likely
+from paged_engine.execution.token_choice import RandomControls, draw, most_likely, waits_for_device
+from paged_engine.execution.transfer import HostCopies, to_device
 from paged_engine.request import SamplingParams
 from paged_engine.scheduling.sequence import Sequence
 
@@ -43,54 +49,119 @@ class Sampler:
         self.vocab_size = vocab_size
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken | RequestError]:
-        """Choose the next token of each sequence.
+    def launch(self, logits: torch.Tensor, sequences: list[Sequence]) -> PendingTokens:
+        """Have the device choose the next token of each sequence.
 
         Args:
             logits: float32 [len(sequences), vocab_size], contiguous; overwritten.
-            sequences: one per row, before the new token is appended.
+            sequences: one per row, before the new token counts.
+        """
+        scored = [row for row, item in enumerate(sequences) if item.sampling.logprobs is not None]
+        logprobs = scored_rows = None
+        if scored:
+            (scored_rows,) = to_device(logits.device, np.array(scored))
+            raw = logits if len(scored) == len(sequences) else logits[scored_rows]
+            logprobs = raw.log_softmax(dim=-1)
+        errors = apply_grammars(logits, sequences)
+        apply_constraints(logits, sequences)
+        apply_penalties(logits, sequences)
+        tokens, best = self._choose(logits, sequences)
+        scores = None
+        if logprobs is not None:
+            num_top = [sequences[row].sampling.logprobs or 0 for row in scored]
+            scores = PendingScores(logprobs, tokens[scored_rows], num_top)
+        return PendingTokens(
+            sequences, tokens, best, scored, scores, errors, any(map(self._waits_for_device, sequences))
+        )
+
+    def needs_history(self, sequence: Sequence) -> bool:
+        """Whether what a sequence has generated decides on the host what may come next: then no token of it may be pending."""
+        constraints = sequence.constraints
+        return (
+            sequence.grammar is not None
+            or has_penalties(sequence.sampling)
+            or (constraints is not None and len(constraints.banned_after) > 0)
+        )
+
+    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken | RequestError]:
+        """Choose the next token of each sequence and wait for it; see `launch` and `PendingTokens.result`."""
+        return self.launch(logits, sequences).result()
+
+    def _waits_for_device(self, sequence: Sequence) -> bool:
+        sampling = sequence.sampling
+        return not _is_greedy(sampling) and waits_for_device(
+            sampling.top_k, sampling.top_p, sampling.min_p, self.vocab_size
+        )
+
+    def _choose(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [rows], and float32 [rows], each row's largest logit: where that is not finite the token means nothing."""
+        is_greedy = np.array([_is_greedy(item.sampling) for item in sequences], bool)
+        if is_greedy.all():
+            tokens = most_likely(logits)
+            return tokens, logits.gather(1, tokens[:, None])[:, 0]
+        best = logits.amax(dim=-1)
+        controls = _random_controls(
+            [item for item, greedy in zip(sequences, is_greedy, strict=True) if not greedy], self.vocab_size
+        )
+        if not is_greedy.any():
+            return draw(logits, controls), best
+        tokens = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
+        greedy, random = to_device(logits.device, np.flatnonzero(is_greedy), np.flatnonzero(~is_greedy))
+        tokens[greedy] = most_likely(logits[greedy])
+        tokens[random] = draw(logits[random], controls)
+        return tokens, best
+
+
+class PendingTokens:
+    """The tokens that a launched step chooses: on the device, where what is launched next may read them, and for the host."""
+
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        tokens: torch.Tensor,
+        best: torch.Tensor,
+        scored: list[int],
+        scores: PendingScores | None,
+        errors: dict[int, RequestError],
+        has_waited: bool,
+    ) -> None:
+        """
+        Args:
+            sequences: one per row.
+            tokens: int64 [rows], on the device.
+            best: float32 [rows], each row's largest logit.
+            scored: the rows whose sequences asked for logprobs.
+            scores: those of the scored rows.
+            errors: by row, what is known already to have gone wrong.
+            has_waited: whether the host had to wait for the device to choose them.
+        """
+        self.sequences = sequences
+        self.tokens = tokens
+        self.has_waited = has_waited
+        self._positions = [item.num_output_tokens for item in sequences]
+        self._scored = scored
+        self._scores = scores
+        self._errors = errors
+        self._copies = HostCopies(tokens, best)
+
+    def result(self) -> list[SampledToken | RequestError]:
+        """Wait for the device.
 
         Returns:
             One per row: the token, or the error that this sequence, and no other, ends with: INTERNAL when its logits are not
             finite, INVALID_ARG when its controls leave no token to choose.
         """
-        if not sequences:
-            return []
-        scored = [row for row, item in enumerate(sequences) if item.sampling.logprobs is not None]
-        raw = logits if len(scored) == len(sequences) else logits[scored]
-        logprobs = raw.log_softmax(dim=-1) if scored else None
-        errors = apply_grammars(logits, sequences)
-        apply_constraints(logits, sequences)
-        apply_penalties(logits, sequences)
-        chosen, best = self._choose(logits, sequences)
-
-        results: list[SampledToken | RequestError] = [SampledToken(token_id) for token_id in chosen.tolist()]
-        if logprobs is not None:
-            num_top = [sequences[row].sampling.logprobs or 0 for row in scored]
-            for row, token in zip(scored, score(logprobs, chosen[scored], num_top), strict=True):
+        tokens, best = self._copies.wait()
+        results: list[SampledToken | RequestError] = [SampledToken(token_id) for token_id in tokens.tolist()]
+        if self._scores is not None:
+            for row, token in zip(self._scored, self._scores.result(), strict=True):
                 results[row] = token
-        for row, value in enumerate(best):
+        for row, value in enumerate(best.tolist()):
             if not math.isfinite(value) or _has_nan(results[row]):
-                results[row] = _error(sequences[row], value)
-        for row, error in errors.items():
+                results[row] = _error(self.sequences[row], self._positions[row], value)
+        for row, error in self._errors.items():
             results[row] = error
         return results
-
-    def _choose(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, list[float]]:
-        """int64 [rows] on the device, and each row's largest logit: where that is not finite the token means nothing."""
-        greedy = [row for row, item in enumerate(sequences) if _is_greedy(item.sampling)]
-        if len(greedy) == len(sequences):
-            chosen = most_likely(logits)
-            return chosen, logits.gather(1, chosen[:, None])[:, 0].tolist()
-        chosen = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
-        if greedy:
-            chosen[greedy] = most_likely(logits[greedy])
-        greedy_rows = set(greedy)
-        random = [row for row in range(len(sequences)) if row not in greedy_rows]
-        controls = _random_controls([sequences[row] for row in random], self.vocab_size)
-        chosen[random] = draw(logits[random] if greedy else logits, controls)
-        best: list[float] = logits.amax(dim=-1).tolist()
-        return chosen, best
 
 
 def _is_greedy(sampling: SamplingParams) -> bool:
@@ -118,9 +189,8 @@ def _has_nan(result: SampledToken | RequestError) -> bool:
     return isinstance(result, SampledToken) and result.logprob is not None and math.isnan(result.logprob)
 
 
-def _error(sequence: Sequence, best: float) -> RequestError:
-    """Why no token could be chosen, told by the row's largest logit."""
-    position = sequence.num_output_tokens
+def _error(sequence: Sequence, position: int, best: float) -> RequestError:
+    """Why no token could be chosen for an output position, told by the row's largest logit."""
     if best == -math.inf and (sequence.constraints is not None or sequence.grammar is not None):
         return RequestError.invalid(
             "allowed_token_ids, bad_words, min_tokens and structured_outputs must leave a token to generate, "

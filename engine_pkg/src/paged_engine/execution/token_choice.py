@@ -12,6 +12,8 @@ succeeds with a probability of at least top_p, and what comes out has exactly th
 
 Rows are independent down to the rounding: sums run along one row, in an order that no other row and no number of threads
 changes, so that a row's choice is the same alone and in any batch.
+
+On a GPU, what takes a look at intermediate results waits for the device. `waits_for_device` tells for which controls that is so.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from paged_engine.execution.random_stream import RandomStreams
+from paged_engine.execution.transfer import to_device
 
 CANDIDATE_COUNTS = (128, 4096)
 """How many of a row's most likely tokens are looked at, in turn, before the whole row is sorted."""
@@ -56,6 +59,36 @@ class RandomControls:
             self.top_p[rows],
             self.streams.select(rows),
         )
+
+    def on(self, device: torch.device) -> _Controls:
+        """The same on the device, with the first random number of each row."""
+        inverse_temperature = (1 / self.temperature).astype(np.float32)
+        return _Controls(
+            *to_device(
+                device, inverse_temperature, self.min_p, self.top_k, self.top_p, self.streams.uniforms()
+            )
+        )
+
+
+@dataclass(frozen=True)
+class _Controls:
+    """RandomControls as the device reads them: tensors [rows]."""
+
+    inverse_temperature: torch.Tensor
+    """float32."""
+    min_p: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    uniforms: torch.Tensor
+    """float64 in [0, 1)."""
+
+
+def waits_for_device(top_k: int, top_p: float, min_p: float, vocab_size: int) -> bool:
+    """Whether drawing a row with these controls takes decisions of the host about what the device has computed.
+
+    A temperature alone does not, nor does top_k, whatever else filters: it says how many candidates are enough.
+    """
+    return not 0 < top_k < vocab_size and (top_p < 1 or min_p > 0)
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:
@@ -107,38 +140,42 @@ def draw(
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     bounded = (controls.top_k < vocab_size) | (controls.min_p > 0)
     for rows in _chunks(np.flatnonzero(~bounded), logits):
-        token_ids[rows] = _draw_from_whole_rows(_select(logits, rows), controls.select(rows))
+        drawn = _draw_from_whole_rows(_select(logits, rows), controls.select(rows))
+        _put(token_ids, rows, drawn)
     rows = np.flatnonzero(bounded)
     if len(rows):
         counts = (*(count for count in candidate_counts if count < vocab_size), vocab_size)
-        token_ids[rows] = _draw_from_candidates(_select(logits, rows), controls.select(rows), counts)
+        _put(token_ids, rows, _draw_from_candidates(_select(logits, rows), controls.select(rows), counts))
     return token_ids
 
 
 def _draw_from_candidates(
     logits: torch.Tensor, controls: RandomControls, counts: tuple[int, ...]
 ) -> torch.Tensor:
-    """Draw from each row's most likely tokens, from as many of them as it takes to have all that the filters keep."""
+    """Draw from each row's most likely tokens, from as many of them as it takes to have all that the filters keep.
+
+    Where top_k says how many that is, a GPU is not asked whether it is so: if more tokens equal the k-th than there is room
+    for among the candidates, those left out cannot be drawn.
+    """
     vocab_size = logits.shape[1]
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    uniforms = controls.streams.uniforms()
     remaining = np.ones(len(logits), bool)
     for count in counts:
-        may_do = (controls.top_k < count) | (controls.top_k >= vocab_size) | (count == vocab_size)
-        rows = np.flatnonzero(remaining & may_do)
+        has_few = controls.top_k < count
+        rows = np.flatnonzero(remaining & (has_few | (controls.top_k >= vocab_size) | (count == vocab_size)))
         if not len(rows):
             continue
         values, candidates = most_likely_tokens(_select(logits, rows), count)
-        weights, complete = _filter(values, controls.select(rows), vocab_size)
-        picked = _inverse_cumulative(weights.cumsum(dim=-1), _on(logits, uniforms[rows]))
-        token_ids[rows] = candidates.gather(1, picked[:, None])[:, 0]
-        remaining[rows] = ~complete.cpu().numpy()
+        on_device = controls.select(rows).on(logits.device)
+        weights, complete = _filter(values, on_device, vocab_size)
+        picked = _inverse_cumulative(weights.cumsum(dim=-1), on_device.uniforms)
+        _put(token_ids, rows, candidates.gather(1, picked[:, None])[:, 0])
+        is_certain = count == vocab_size or (logits.device.type != "cpu" and bool(has_few[rows].all()))
+        remaining[rows] = False if is_certain else ~complete.cpu().numpy()
     return token_ids
 
 
-def _filter(
-    values: torch.Tensor, controls: RandomControls, vocab_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _filter(values: torch.Tensor, controls: _Controls, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply temperature, min-p, top-k and top-p to a row's most likely tokens.
 
     Args:
@@ -151,44 +188,52 @@ def _filter(
         tokens that min-p and top-k keep: that is so when they removed the last candidate, or when there are no others.
     """
     count = values.shape[1]
-    weights = _weights(values, controls)
-    weights = weights.masked_fill(weights < _on(values, controls.min_p)[:, None], 0).double()
-    kth = values.gather(1, _on(values, np.minimum(controls.top_k, count) - 1)[:, None])
-    weights.masked_fill_((values < kth) & _on(values, controls.top_k < vocab_size)[:, None], 0)
+    weights = _weights(values, controls.inverse_temperature)
+    weights = weights.masked_fill(weights < controls.min_p[:, None], 0).double()
+    kth = values.gather(1, (controls.top_k.clamp(max=count) - 1)[:, None])
+    weights.masked_fill_((values < kth) & (controls.top_k < vocab_size)[:, None], 0)
     complete = (weights[:, -1] == 0) | (count == vocab_size)
 
     cumulative = weights.cumsum(dim=-1)
     before = torch.nn.functional.pad(cumulative[:, :-1], (1, 0))
-    share = _on(values, controls.top_p)[:, None] * cumulative[:, -1:]
-    weights.masked_fill_((before >= share) & _on(values, controls.top_p < 1)[:, None], 0)
+    share = controls.top_p[:, None] * cumulative[:, -1:]
+    weights.masked_fill_((before >= share) & (controls.top_p < 1)[:, None], 0)
     return weights, complete
 
 
 def _draw_from_whole_rows(logits: torch.Tensor, controls: RandomControls) -> torch.Tensor:
     """Draw where at most top-p filters; a token that top-p removes is drawn again from those before it."""
-    blocks = _weights_in_blocks(logits, controls)
-    token_ids = _draw_from_blocks(blocks, controls.streams.uniforms())
+    on_device = controls.on(logits.device)
+    blocks = _weights_in_blocks(logits, on_device.inverse_temperature)
+    token_ids = _draw_from_blocks(blocks, on_device.uniforms)
     rows = np.flatnonzero(controls.top_p < 1)
+    if not len(rows):
+        return token_ids
     blocks = _select(blocks, rows)
-    shares = _on(blocks, controls.top_p[rows]) * _mass(blocks)
+    shares = _select(on_device.top_p, rows) * _mass(blocks)
     attempt = 0
     while len(rows):
-        blocks = _tokens_before(blocks, token_ids[rows])
+        blocks = _tokens_before(blocks, _select(token_ids, rows))
         outside = (_mass(blocks) >= shares).nonzero()[:, 0].cpu().numpy()
-        blocks, shares, rows = _select(blocks, outside), shares[outside], rows[outside]
+        blocks, shares, rows = _select(blocks, outside), _select(shares, outside), rows[outside]
         attempt += 1
         if len(rows):
-            token_ids[rows] = _draw_from_blocks(blocks, controls.streams.select(rows).uniforms(attempt))
+            (uniforms,) = to_device(blocks.device, controls.streams.select(rows).uniforms(attempt))
+            _put(token_ids, rows, _draw_from_blocks(blocks, uniforms))
     return token_ids
 
 
-def _draw_from_blocks(blocks: torch.Tensor, uniforms: NDArray[np.float64]) -> torch.Tensor:
-    """int64 [rows]: tokens drawn by weight, in the order of their ids: first a block of them, then one of the block."""
+def _draw_from_blocks(blocks: torch.Tensor, fractions: torch.Tensor) -> torch.Tensor:
+    """int64 [rows]: tokens drawn by weight, in the order of their ids: first a block of them, then one of the block.
+
+    Args:
+        blocks: float32 [rows, blocks, block size].
+        fractions: float64 [rows], the random numbers.
+    """
     masses = blocks.sum(dim=-1).double()
     cumulative = masses.cumsum(dim=-1)
-    fractions = _on(blocks, uniforms)
-    block = _inverse_cumulative(cumulative, fractions)
     every_row = torch.arange(len(blocks), device=blocks.device)
+    block = _inverse_cumulative(cumulative, fractions)
     mass, end = masses[every_row, block], cumulative[every_row, block]
     inside = (fractions * cumulative[:, -1] - (end - mass)) / mass
     offset = _inverse_cumulative(blocks[every_row, block].double().cumsum(dim=-1), inside.clamp_(0, 1))
@@ -216,20 +261,21 @@ def _tokens_before(blocks: torch.Tensor, token_ids: torch.Tensor) -> torch.Tenso
     return before
 
 
-def _weights_in_blocks(logits: torch.Tensor, controls: RandomControls) -> torch.Tensor:
+def _weights_in_blocks(logits: torch.Tensor, inverse_temperature: torch.Tensor) -> torch.Tensor:
     """The weights of whole rows as float32 [rows, blocks, block size], zeros after the last token."""
     num_rows, vocab_size = logits.shape
     num_blocks = -(-vocab_size // _BLOCK_SIZE)
     padded = logits.new_empty(num_rows, num_blocks * _BLOCK_SIZE)
     padded[:, vocab_size:] = 0
-    _weights(logits, controls, out=padded[:, :vocab_size])
+    _weights(logits, inverse_temperature, out=padded[:, :vocab_size])
     return padded.view(num_rows, num_blocks, _BLOCK_SIZE)
 
 
-def _weights(logits: torch.Tensor, controls: RandomControls, out: torch.Tensor | None = None) -> torch.Tensor:
+def _weights(
+    logits: torch.Tensor, inverse_temperature: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """exp((logit - best) / temperature), best being the row's largest logit: float32 like `logits`, from 0 to 1."""
     best = logits.amax(dim=-1, keepdim=True)
-    inverse_temperature = _on(logits, (1 / controls.temperature).astype(np.float32))
     return torch.sub(logits, best, out=out).mul_(inverse_temperature[:, None]).exp_()
 
 
@@ -257,11 +303,14 @@ def _chunks(rows: NDArray[np.int64], logits: torch.Tensor) -> list[NDArray[np.in
     return [rows[start : start + chunk_size] for start in range(0, len(rows), chunk_size)]
 
 
-def _on(tensor: torch.Tensor, values: NDArray[np.generic]) -> torch.Tensor:
-    """`values` as a tensor on the device of `tensor`."""
-    return torch.from_numpy(values).to(tensor.device)
-
-
 def _select(tensor: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
-    """Some rows of a tensor, without a copy when it is all of them."""
-    return tensor if len(rows) == len(tensor) else tensor[rows]
+    """Some rows of a tensor in ascending order, without a copy when it is all of them."""
+    return tensor if len(rows) == len(tensor) else tensor[to_device(tensor.device, rows)[0]]
+
+
+def _put(tensor: torch.Tensor, rows: NDArray[np.int64], values: torch.Tensor) -> None:
+    """Set some rows of a tensor, given in ascending order."""
+    if len(rows) == len(tensor):
+        tensor.copy_(values)
+    else:
+        tensor[to_device(tensor.device, rows)[0]] = values

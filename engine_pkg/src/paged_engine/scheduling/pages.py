@@ -107,15 +107,26 @@ class PagePool:
 
     def full_page_key(self, sequence: Sequence, page: int) -> bytes | None:
         """The key of a sequence's page number `page`, or None when not all its tokens are known or nothing is indexed."""
-        if not self.enable_prefix_caching or (page + 1) * self.page_size > sequence.num_tokens:
+        if not self.enable_prefix_caching or (page + 1) * self.page_size > len(sequence.token_ids):
             return None
         return page_key(sequence, page, self.page_size)
 
-    def enter_computed(self, sequence: Sequence, start: int, end: int) -> None:
-        """Enter into the index the pages that computing positions [start, end) has completed."""
+    def enter_computed(self, sequence: Sequence, start: int) -> None:
+        """Enter into the index the pages that hold position `start` or later ones, and nothing but computed, known tokens.
+
+        That a launched step computes them is enough: whoever finds them there reads them in a later step.
+        """
         if self.enable_prefix_caching:
+            end = min(sequence.num_computed, len(sequence.token_ids))
             for i in range(start // self.page_size, end // self.page_size):
                 self.index.add(page_key(sequence, i, self.page_size), sequence.page_table[i])
+
+    def forget_cached(self) -> None:
+        """Empty the index: what the pages hold is not to be relied on."""
+        for page in list(self.index.key_by_page):
+            self.index.remove(page)
+        self.blank.extend(self.cached)
+        self.cached.clear()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Recount everything from the page tables of `sequences`, which must be all that hold pages.
@@ -159,6 +170,8 @@ class PagePool:
     def _check_writable(self, sequence: Sequence) -> None:
         if sequence.num_computed > len(sequence.page_table) * self.page_size:
             raise IntegrityError(f"{sequence} has computed more than its pages hold")
+        if len(sequence.page_keys) * self.page_size > len(sequence.token_ids):
+            raise IntegrityError(f"{sequence} has keys for pages whose tokens are not known")
         for page in sequence.page_table[sequence.num_computed // self.page_size :]:
             if self.references[page] != 1 or page in self.index:
                 raise IntegrityError(

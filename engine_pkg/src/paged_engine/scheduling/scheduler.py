@@ -9,6 +9,7 @@ best-ranked running sequence is never preempted, so it comes to its end, and the
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Mapping
 
 from paged_engine.config import EngineConfig
 from paged_engine.scheduling.chunking import Chunk, ChunkLimits, limit_scoring, share_equally, share_in_order
@@ -91,25 +92,37 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """The next step: one token for each sequence that lacks one, then chunks with what is left of max_num_tokens.
 
-        Allocates the pages that the step writes to. Never empty while there is work.
+        Allocates the pages that the step writes to. Never empty while there is work, unless all of it waits for pending tokens:
+        a sequence that is full with its own has nothing to compute, and one in the queue does not start before its is known.
         """
         preempted = self._grow_running()
         ranges = [
             ScheduledRange(sequence, sequence.num_computed, sequence.num_tokens)
             for sequence in self.running
-            if sequence.num_uncomputed == 1
+            if sequence.num_uncomputed == 1 and not sequence.is_full
         ]
         ranges.extend(self._plan_chunks(self.limits.max_num_tokens - len(ranges)))
         ranges.sort(key=lambda item: item.num_tokens > 1)
         return StepPlan(tuple(ranges), tuple(preempted))
 
     def advance(self, plan: StepPlan) -> None:
-        """Record that a step ran. To be called before new tokens are appended; sequences finished meanwhile are skipped."""
+        """Record that a step is launched: its ranges count as computed, and what it chooses as pending tokens.
+
+        Sequences finished meanwhile are skipped.
+        """
         for item in plan.ranges:
-            if item.sequence.status is SequenceStatus.RUNNING:
-                item.sequence.num_computed = item.end
-                item.sequence.num_scored += len(item.scored)
-                self.pages.enter_computed(item.sequence, item.start, item.end)
+            sequence = item.sequence
+            if sequence.status is SequenceStatus.RUNNING:
+                sequence.num_scored += len(item.scored)
+                sequence.num_computed = item.end
+                sequence.num_pending += item.samples
+                self.pages.enter_computed(sequence, item.start)
+
+    def append_token(self, sequence: Sequence, token_id: int) -> None:
+        """Record which token the oldest pending one is; a page that was lacking nothing else may enter the index."""
+        sequence.num_pending -= 1
+        sequence.token_ids.append(token_id)
+        self.pages.enter_computed(sequence, len(sequence.token_ids) - 1)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, whatever its state, and free its pages; a second call does nothing."""
@@ -131,8 +144,11 @@ class Scheduler:
         self.num_preemptions += 1
         return sequence
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, num_pending: Mapping[Sequence, int] | None = None) -> None:
         """Check the pool against the page tables, and the queues against the sequences' states.
+
+        Args:
+            num_pending: how many tokens of each sequence are being chosen, those not named having none; None: not known here.
 
         Raises:
             IntegrityError: says what is wrong, with figures.
@@ -148,6 +164,12 @@ class Scheduler:
         for sequence in self.waiting.members:
             if sequence.status is not SequenceStatus.WAITING or sequence.page_table or sequence.num_computed:
                 raise IntegrityError(f"{sequence} is in the queue")
+        if num_pending is not None:
+            for sequence in (*self.running, *self.waiting.members):
+                if sequence.num_pending != num_pending.get(sequence, 0):
+                    raise IntegrityError(
+                        f"{sequence} waits for {sequence.num_pending} tokens, {num_pending.get(sequence, 0)} are to come"
+                    )
 
     # Pages of the running
 
@@ -160,7 +182,8 @@ class Scheduler:
         return preempted
 
     def _grow(self, sequence: Sequence) -> bool:
-        missing = self.pages.pages_for(sequence.num_tokens) - len(sequence.page_table)
+        num_tokens = sequence.num_tokens - sequence.is_full  # a full one computes no more
+        missing = self.pages.pages_for(num_tokens) - len(sequence.page_table)
         if missing > self.pages.num_free:
             return False
         if missing > 0:
@@ -229,9 +252,12 @@ class Scheduler:
         return newcomers
 
     def _take_from_queue(self) -> Chunk | None:
-        """The next in the queue. Its cached pages are shared at once, so that nobody ahead of it evicts them."""
+        """The next in the queue, if it may start. Its cached pages are shared at once, so that nobody ahead of it evicts them."""
         sequence = self.waiting.pop()
         if sequence is None:
+            return None
+        if sequence.num_pending:  # preempted while a step was choosing its token
+            self.waiting.push(sequence)
             return None
         hits = self.pages.match(sequence)
         self.pages.share(hits)

@@ -52,6 +52,7 @@ class Sequence:
         "max_num_tokens",
         "num_cached",
         "num_computed",
+        "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
         "num_scored",
@@ -96,12 +97,14 @@ class Sequence:
         self.cache_salt = cache_salt
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.token_ids = array("i", prompt_token_ids)
-        """Prompt and generated tokens, int32."""
+        """Prompt and generated tokens, int32, as far as they are known."""
+        self.num_pending = 0
+        """Tokens behind those that launched steps are choosing: they count, but only the device knows which they are."""
         self.num_prompt_tokens = len(self.token_ids)
         self.max_num_tokens = max_num_tokens
         """Prompt + output tokens this sequence may reach; the engine guarantees that they fit the pool and the context."""
         self.num_computed = 0
-        """Tokens whose keys and values are in the cache."""
+        """Tokens whose keys and values are in the cache, or will be by the end of the steps that are launched."""
         self.num_cached = 0
         """Prompt tokens whose pages came from the prefix cache when the sequence was first scheduled."""
         self.num_preemptions = 0
@@ -119,18 +122,23 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt + generated tokens."""
-        return len(self.token_ids)
+        """Prompt + generated tokens, pending ones included."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        """Generated tokens, pending ones included."""
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens still to be computed; 1 is what used to be called decoding."""
-        return len(self.token_ids) - self.num_computed
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has all the tokens it may have, if a pending one too; nobody needs the last one's keys and values."""
+        return self.num_tokens >= self.max_num_tokens
 
     @property
     def num_unscored(self) -> int:
