@@ -13,8 +13,9 @@ from tiny_checkpoint import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from paged_engine.config import EngineConfig
-from paged_engine.engine import Engine, Output
+from paged_engine.engine import Engine
 from paged_engine.errors import ConfigurationError, ErrorCode
+from paged_engine.generation import Output
 from paged_engine.loading import load_engine
 from paged_engine.request import GenerateRequest, SamplingParams
 

@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paged_engine.attention.cpu_native import CpuAttention
-from paged_engine.engine import Engine, Output
+from paged_engine.engine import Engine
 from paged_engine.execution.batch import Batch
 from paged_engine.execution.runner import ModelRunner
 from paged_engine.execution.transfer import HostCopies
+from paged_engine.generation import Output
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 _COPY = torch.ops.aten._to_copy.default

@@ -6,9 +6,10 @@ import random
 from pathlib import Path
 
 from paged_engine.config import EngineConfig
-from paged_engine.engine import Engine, Output
+from paged_engine.engine import Engine
 from paged_engine.errors import RequestError
 from paged_engine.execution.sampling import SampledToken
+from paged_engine.generation import Output
 from paged_engine.loading import load_engine
 from paged_engine.request import GenerateRequest, Prompt, SamplingParams
 from paged_engine.scheduling.sequence import FinishReason

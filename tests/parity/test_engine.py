@@ -240,7 +240,7 @@ def test_a_fault_in_one_of_several_sequences_ends_the_request_once(checkpoint: P
     def fail(token_ids: object) -> str:
         raise RuntimeError("no text for these")
 
-    target._generations["a"][1].text.push = fail  # type: ignore[method-assign]
+    target._generations["a"][1]._text.push = fail  # type: ignore[method-assign]
     answers = Answers()
     while target.has_work:
         answers.take(target.step())

@@ -16,8 +16,9 @@ import torch
 from deferred_device import DeferredDevice, defer
 from engine_runs import Answers, engine, random_requests, request, run
 
-from paged_engine.engine import Engine, Output
+from paged_engine.engine import Engine
 from paged_engine.errors import ErrorCode, RequestError
+from paged_engine.generation import Output
 from paged_engine.request import GenerateRequest
 from paged_engine.scheduling.sequence import FinishReason
 

@@ -19,41 +19,13 @@ from paged_engine.errors import RequestError
 from paged_engine.execution.launch import LaunchedStep
 from paged_engine.execution.runner import ModelRunner
 from paged_engine.execution.sampling import SampledToken, Sampler, not_finite
+from paged_engine.generation import Generation, Output
 from paged_engine.request import GenerateRequest
 from paged_engine.scheduling.scheduler import Scheduler
 from paged_engine.scheduling.sequence import FinishReason, Sequence, SequenceStatus, StepPlan
-from paged_engine.text.stream import TextStream
 from paged_engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Output:
-    """What one step brought for one sequence; the last one of a sequence has a finish reason or an error."""
-
-    request_id: str
-    index: int
-    """Which of the request's n sequences."""
-    num_prompt_tokens: int
-    text: str = ""
-    """The delta; "" while characters or a possible stop string are incomplete."""
-    token_ids: tuple[int, ...] = ()
-    """The new tokens, an end-of-sequence token included."""
-    logprobs: tuple[SampledToken, ...] = ()
-    """One for each new token, where the request asked for logprobs."""
-    prompt_logprobs: tuple[SampledToken, ...] = ()
-    """Where the request asked for prompt_logprobs, the prompt's tokens that the step has scored: by the first new token of the
-    first sequence, all but the prompt's first, each once and in order."""
-    cumulative_logprob: float | None = None
-    """Sum over all tokens so far, where the request asked for logprobs."""
-    finish_reason: FinishReason | None = None
-    error: RequestError | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether this is the sequence's last output."""
-        return self.finish_reason is not None or self.error is not None
 
 
 @dataclass(frozen=True)
@@ -72,22 +44,6 @@ class EngineStatistics:
     num_generated_tokens: int
     num_prefix_cached_tokens: int
     num_preemptions: int
-
-
-class _Generation:
-    """A sequence on its way to text: the half of its progress that the scheduler does not care about."""
-
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer) -> None:
-        sampling = sequence.sampling
-        self.sequence = sequence
-        self.text = TextStream(
-            tokenizer,
-            skip_special_tokens=sampling.skip_special_tokens,
-            stop=sampling.stop,
-            include_stop=sampling.include_stop_str_in_output,
-            min_tokens=sampling.min_tokens,
-        )
-        self.cumulative_logprob: float | None = None if sampling.logprobs is None else 0.0
 
 
 @dataclass(frozen=True)
@@ -126,7 +82,7 @@ class Engine:
         self._runner = runner
         self._sampler = sampler
         self._looks_ahead = config.look_ahead is True
-        self._generations: dict[str, dict[int, _Generation]] = {}
+        self._generations: dict[str, dict[int, Generation]] = {}
         self._in_flight: list[_Step] = []
         """The steps that are launched and not taken in, in that order: between calls none, with look-ahead one at most."""
         self._num_prompt_tokens = 0
@@ -144,7 +100,8 @@ class Engine:
     def add(self, prepared: PreparedRequest) -> None:
         """Queue a prepared request."""
         self._generations[prepared.request.request_id] = {
-            sequence.index: _Generation(sequence, self.tokenizer) for sequence in prepared.sequences
+            sequence.index: Generation(sequence, self.tokenizer, self.eos_token_ids)
+            for sequence in prepared.sequences
         }
         self._num_prompt_tokens += prepared.num_prompt_tokens
         for sequence in prepared.sequences:
@@ -289,67 +246,19 @@ class Engine:
         generation = self._generations[sequence.request_id][sequence.index]
         self.scheduler.append_token(sequence, token.token_id)
         self._num_generated_tokens += 1
-        if generation.cumulative_logprob is not None and token.logprob is not None:
-            generation.cumulative_logprob += token.logprob
         try:
-            text, reason = self._extend_text(generation, token.token_id)
+            output = generation.accept(token)
         except Exception as error:
             logger.exception("detokenizing request %s failed", sequence.request_id)
             return self.abort(sequence.request_id, _internal(error))
-        if reason is not None:
-            self._forget(generation)
-        return [
-            Output(
-                request_id=sequence.request_id,
-                index=sequence.index,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                text=text,
-                token_ids=(token.token_id,),
-                logprobs=() if sequence.sampling.logprobs is None else (token,),
-                cumulative_logprob=generation.cumulative_logprob,
-                finish_reason=reason,
-            )
-        ]
+        if output.finished:
+            self._forget(sequence)
+        return [output]
 
-    def _extend_text(self, generation: _Generation, token_id: int) -> tuple[str, FinishReason | None]:
-        """The text that the newest token makes visible, and why the sequence ends with it, if it does.
-
-        The token that ends a text (end of sequence, a stop token) is not part of it.
-        """
-        sequence, stream = generation.sequence, generation.text
-        ends = self._is_stop_token(sequence, token_id)
-        text = "" if ends and not sequence.sampling.include_stop_str_in_output else stream.push([token_id])
-        if ends and stream.stopped_by is None:
-            return text + stream.finish(), FinishReason.STOP
-        if stream.stopped_by is not None:
-            return text, FinishReason.STOP
-        if len(sequence.token_ids) >= sequence.max_num_tokens:
-            text += stream.finish()
-            return text, FinishReason.LENGTH if stream.stopped_by is None else FinishReason.STOP
-        return text, None
-
-    def _is_stop_token(self, sequence: Sequence, token_id: int) -> bool:
-        sampling = sequence.sampling
-        if len(sequence.token_ids) - sequence.num_prompt_tokens < sampling.min_tokens:
-            return False
-        return token_id in sampling.stop_token_ids or (
-            not sampling.ignore_eos and token_id in self.eos_token_ids
-        )
-
-    def _end(self, generation: _Generation, reason: FinishReason | RequestError) -> Output:
+    def _end(self, generation: Generation, reason: FinishReason | RequestError) -> Output:
         """End a sequence without a new token; pages are back when this returns."""
-        self._forget(generation)
-        sequence = generation.sequence
-        failed = isinstance(reason, RequestError)
-        return Output(
-            request_id=sequence.request_id,
-            index=sequence.index,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            text="" if failed else generation.text.finish(),
-            cumulative_logprob=generation.cumulative_logprob,
-            finish_reason=None if isinstance(reason, RequestError) else reason,
-            error=reason if isinstance(reason, RequestError) else None,
-        )
+        self._forget(generation.sequence)
+        return generation.end(reason)
 
     def _fail(self, plans: list[StepPlan], reason: RequestError) -> list[Output]:
         """End the sequences of some steps, and see what is left of the device."""
@@ -360,8 +269,7 @@ class Engine:
         self._runner.recover()
         return outputs
 
-    def _forget(self, generation: _Generation) -> None:
-        sequence = generation.sequence
+    def _forget(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
         of_request = self._generations[sequence.request_id]
         del of_request[sequence.index]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from paged_engine.config import EngineConfig
-from paged_engine.engine import Output
 from paged_engine.errors import RequestError
 from paged_engine.execution.sampling import SampledToken, TokenLogprob
+from paged_engine.generation import Output
 from paged_engine.scheduling.sequence import FinishReason
 from paged_engine.serving.contract import Contract
 from paged_engine.serving.inputs import OUTPUTS

@@ -26,7 +26,8 @@ from paged_engine.scheduling.sequence import FinishReason
 
 if TYPE_CHECKING:
     from paged_engine.admission import PreparedRequest
-    from paged_engine.engine import Engine, EngineStatistics, Output
+    from paged_engine.engine import Engine, EngineStatistics
+    from paged_engine.generation import Output
     from paged_engine.text.tokenizer import Tokenizer
 
 _MARKER = re.compile(r"\[\[fault:(\w+)\]\]")

@@ -21,8 +21,8 @@ from paged_engine.scheduling.sequence import FinishReason
 from paged_engine.serving.contract import ParsedRequest
 
 if TYPE_CHECKING:
-    from paged_engine.engine import Output
     from paged_engine.execution.sampling import SampledToken
+    from paged_engine.generation import Output
 
 _LOGPROB_FLOOR = -9999.0
 """Stands for minus infinity, for which JSON has no number; vLLM's servers send the same."""

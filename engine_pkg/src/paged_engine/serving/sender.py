@@ -16,7 +16,7 @@ from paged_engine.serving.outputs import Response
 from paged_engine.serving.ticket import Ticket
 
 if TYPE_CHECKING:
-    from paged_engine.engine import Output
+    from paged_engine.generation import Output
 
 logger = logging.getLogger(__name__)
 

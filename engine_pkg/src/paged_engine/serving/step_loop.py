@@ -19,7 +19,8 @@ from paged_engine.serving.sender import Delivery, Sender
 from paged_engine.serving.ticket import ServedEngine, Ticket
 
 if TYPE_CHECKING:
-    from paged_engine.engine import EngineStatistics, Output
+    from paged_engine.engine import EngineStatistics
+    from paged_engine.generation import Output
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from paged_engine.serving.outputs import Response, ResponseAssembler
 
 if TYPE_CHECKING:
     from paged_engine.admission import PreparedRequest
-    from paged_engine.engine import EngineStatistics, Output
+    from paged_engine.engine import EngineStatistics
+    from paged_engine.generation import Output
 
 
 class EngineTokenizer(Protocol):
