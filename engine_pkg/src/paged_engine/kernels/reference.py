@@ -144,7 +144,8 @@ def quantize_int8(
         scale_dtype: what the scales are rounded to: bfloat16 for weights, float32 for activations.
 
     Returns:
-        int8 [num_rows, size], and float32 [num_rows, size / 32]: what the code 1 stands for in each group.
+        int8 [num_rows, size], and float32 [num_rows, size / 32]: what the code 1 stands for in each group. The codes of a group
+        that holds nothing above 1e-30 are zero.
     """
     groups = x.float().unflatten(-1, (-1, INT8_GROUP))
     largest = groups.abs().amax(-1, keepdim=True)
@@ -154,7 +155,8 @@ def quantize_int8(
         if scale_dtype == torch.bfloat16
         else groups * (torch.full_like(largest, 127) / largest)
     )
-    return steps.nan_to_num().round().to(torch.int8).flatten(-2), scales.squeeze(-1)
+    codes = torch.where(largest > 1e-30, steps, 0).nan_to_num().round().to(torch.int8)
+    return codes.flatten(-2), scales.squeeze(-1)
 
 
 def dequantize_int8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

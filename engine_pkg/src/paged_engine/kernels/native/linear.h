@@ -8,7 +8,7 @@
 #pragma once
 
 #include "elementwise.h"
-#include "quantized.h"
+#include "quantized_product.h"
 #include "tiles.h"
 
 namespace {

@@ -1,8 +1,5 @@
-// The matrix product of int8 weights and int8 activations: both are quantized in groups of 32 along the depth, each group
-// with a scale of its own, so that a single large value costs precision only among its 31 neighbours.
-//
-// Within a group sums of products are whole numbers below 2^24: exact, in integers and in floats. Groups are added in
-// ascending order, in float, so a row's result does not depend on the rows beside it.
+// Weights and activations in int8: both are quantized in groups of 32 along the depth, each group with a scale of its own, so
+// that a single large value costs precision only among its 31 neighbours.
 //
 // Weights lie in pairs of panels of 16 channels, group by group: [8 steps of 4][2 panels][16 channels][4] codes, then
 // [2][16] scales in bf16. A code is stored as code + 128, since the processors' byte products take one side unsigned; what
@@ -17,12 +14,11 @@ namespace {
 
 constexpr int kGroupDepth = 32;
 constexpr int kCodeBias = 128, kLargestCode = 127;
+constexpr float kNegligible = 1e-30f;  // a group with nothing larger is zero: 127 / x must be finite
 constexpr int kStepBytes = 4 * kPanelWidth;                                   // of one panel
 constexpr int kScaleBytes = kPanelWidth * int(sizeof(bf16));                  // of one panel
 constexpr int kGroupCodes = 2 * kPanelWidth * kGroupDepth;                    // of a pair of panels, one byte each
 constexpr int kGroupBytes = kGroupCodes + 2 * kScaleBytes;
-constexpr int kLineBytes = 64;               // of a cache
-constexpr int kSumStride = 4 * kPanelWidth;  // floats from one row of sums to the next
 
 // What code 127 of the group at x stands for; infinity where an element is not finite.
 template <class Element>
@@ -116,7 +112,7 @@ inline void quantize_group(const bf16* x, int8_t* codes, float* scale, int32_t* 
   const __m128i least = _mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)));
   const uint16_t bits = uint16_t(~_mm_cvtsi128_si32(least));
   const float largest = bits < 0x7f80 ? to_float(bf16{bits}) : kInfinity;
-  const Vector factor = broadcast(largest > 0 ? kLargestCode / largest : 0);
+  const Vector factor = broadcast(largest > kNegligible ? kLargestCode / largest : 0);
   const __m128i first = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)(load(x) * factor)));
   const __m128i second = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)(load(x + kWidth) * factor)));
   _mm_storeu_si128((__m128i*)codes, first);
@@ -131,7 +127,7 @@ inline void quantize_group(const bf16* x, int8_t* codes, float* scale, int32_t* 
 #else
 inline void quantize_group(const bf16* x, ByteProduct::Code* codes, float* scale, ByteProduct::Start* start) {
   const float largest = largest_magnitude(x);
-  const Vector factor = broadcast(largest > 0 ? kLargestCode / largest : 0);
+  const Vector factor = broadcast(largest > kNegligible ? kLargestCode / largest : 0);
   Vector sum = {};
   for (int i = 0; i < kGroupDepth; i += kWidth) {
     const Vector whole = round_to_integer(load(x + i) * factor);
@@ -180,101 +176,6 @@ inline void quantize_row(const bf16* x, const QuantizedRows& row) {
   }
 }
 
-// ---- The product
-
-// c[r][n * 16 + j] = sum over the depth of row r times channel j of panel n, for Rows rows and the Count panels from `first`
-// on. Pairs of panels begin where `pairs` says; from `upcoming` on, `fetched` bytes a step are read for later. Rows of c lie
-// kSumStride apart.
-template <int Rows, int Count, bool Fetch>
-__attribute__((noinline)) void multiply_quantized_block(const QuantizedRows& rows, const uint8_t* const* pairs, int first,
-                                                        const uint8_t* upcoming, int fetched, float* c) {
-  constexpr int kVectors = Count * kChunks;
-  constexpr int kRowGroup = 3;  // rows that one address register serves
-  const ByteProduct::Code* codes[(Rows + kRowGroup - 1) / kRowGroup];
-  for (int r = 0; r < Rows; r += kRowGroup) codes[r / kRowGroup] = rows.codes + r * rows.depth;
-  const uint8_t* panels[Count];
-  for (int n = 0; n < Count; n++) panels[n] = pairs[(first + n) / 2] + (first + n) % 2 * kStepBytes;
-  const float* row_scales = rows.scales;
-  const ByteProduct::Start* starts = rows.starts;
-  const ptrdiff_t depth = rows.depth, num_rows = rows.num_rows;
-  Vector totals[Rows][kVectors] = {};
-  for (int64_t group = 0; group < depth / kGroupDepth; group++) {
-    ByteProduct::Sum sums[Rows][kVectors];
-#pragma GCC unroll 24
-    for (int r = 0; r < Rows; r++)
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; v++) sums[r][v] = starts[r] - ByteProduct::Sum{};
-#pragma GCC unroll 2
-    for (int step = 0; step < kGroupDepth / 4; step++) {
-      ByteProduct::Operand operands[kVectors];
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; v++) operands[v] = ByteProduct::read(panels[v / kChunks] + v % kChunks * kWidth * 4);
-#pragma GCC unroll 24
-      for (int r = 0; r < Rows; r++)
-#pragma GCC unroll 16
-        for (int v = 0; v < kVectors; v++)
-          sums[r][v] = ByteProduct::accumulate(sums[r][v], codes[r / kRowGroup] + r % kRowGroup * depth, operands[v]);
-#pragma GCC unroll 8
-      for (int n = 0; n < Count; n++) panels[n] += 2 * kStepBytes;
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; r += kRowGroup) codes[r / kRowGroup] += 4;
-      if constexpr (Fetch) {
-        for (int line = 0; line < 3; line++) fetch(upcoming + line * kLineBytes);
-        upcoming += fetched;
-      }
-    }
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; v++) {
-      const int panel = v / kChunks, odd = (first + panel) % 2;
-      const Vector scale = load((const bf16*)(panels[panel] - odd * (kStepBytes - kScaleBytes)) + v % kChunks * kWidth);
-#pragma GCC unroll 24
-      for (int r = 0; r < Rows; r++) {
-        totals[r][v] = multiply_add(ByteProduct::to_float(sums[r][v]), scale * row_scales[r], totals[r][v]);
-      }
-    }
-    for (int n = 0; n < Count; n++) panels[n] += 2 * kScaleBytes;
-    row_scales += num_rows;
-    starts += num_rows;
-  }
-  for (int r = 0; r < Rows; r++)
-    for (int v = 0; v < kVectors; v++) store(c + r * kSumStride + v * kWidth, totals[r][v]);
-}
-
-template <int Count, bool Fetch, int Rows>
-void multiply_quantized_rows(const QuantizedRows& rows, int num_rows, const uint8_t* const* pairs, int first,
-                             const uint8_t* upcoming, int fetched, float* c) {
-  if constexpr (Rows > 0) {
-    if (num_rows == Rows) return multiply_quantized_block<Rows, Count, Fetch>(rows, pairs, first, upcoming, fetched, c);
-    multiply_quantized_rows<Count, Fetch, Rows - 1>(rows, num_rows, pairs, first, upcoming, fetched, c);
-  }
-}
-
-// Any number of rows times `num_panels` panels in pairs. What pairs[num_panels / 2] points to will be needed next.
-inline void multiply_quantized(const QuantizedRows& rows, int num_rows, const uint8_t* const* pairs, int num_panels, float* c) {
-  constexpr int kFew = ByteProduct::kRowsWith4, kUsual = ByteProduct::kRowsWith2, kSingle = ByteProduct::kRowsWith1;
-  const int blocks = ceil_div(num_rows, kUsual > 0 ? kUsual : kSingle);
-  const int64_t pair_size = rows.depth / kGroupDepth * kGroupBytes;
-  const int fetched = ceil_div(kGroupBytes / (kGroupDepth / 4), blocks);  // bytes of the next pair a step
-  for (int n = 0, count; n < num_panels; n += count) {
-    count = num_rows <= kFew && num_panels - n >= 4 ? 4 : kUsual > 0 ? 2 : 1;
-    const uint8_t* next = pairs[n / 2 + 1];
-    for (int block = 0; block < blocks; block++) {
-      const int begin = num_rows * block / blocks, size = num_rows * (block + 1) / blocks - begin;
-      const QuantizedRows left = rows.from(begin);
-      const uint8_t* upcoming = next ? next + pair_size * block / blocks : nullptr;
-      float* out = c + begin * kSumStride + n * kPanelWidth;
-      if (count == 4)
-        multiply_quantized_rows<4, false, kFew>(left, size, pairs, n, nullptr, 0, out);
-      else if (count == 2 && next)
-        multiply_quantized_rows<2, true, kUsual>(left, size, pairs, n, upcoming, fetched, out);
-      else if (count == 2)
-        multiply_quantized_rows<2, false, kUsual>(left, size, pairs, n, nullptr, 0, out);
-      else
-        multiply_quantized_rows<1, false, kSingle>(left, size, pairs, n, nullptr, 0, out);
-    }
-  }
-}
-
 #if defined(__AMX_BF16__)
 // A pair of panels as bf16, for tiles, whose arithmetic on int8 could not keep groups apart without giving up their speed.
 inline void unpack_int8(const uint8_t* packed, bf16* panels, int64_t depth) {
@@ -318,7 +219,7 @@ void pack_int8(const Element* weight, uint8_t* packed, int64_t out_features, int
         const float largest = channel < out_features ? largest_magnitude(x) : 0;
         store_first(scale, broadcast(largest / kLargestCode), 1);
         for (int k = 0; k < kGroupDepth; k++) {
-          const float whole = largest > 0 ? round_to_integer(broadcast(to_float(x[k]) / to_float(*scale)))[0] : 0;
+          const float whole = largest > kNegligible ? round_to_integer(broadcast(to_float(x[k]) / to_float(*scale)))[0] : 0;
           codes[k / 4 * 2 * kStepBytes + k % 4] = uint8_t(int(whole) + kCodeBias);
         }
       }
