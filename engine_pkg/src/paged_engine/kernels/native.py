@@ -253,7 +253,7 @@ class NativeKernels:
         Raises:
             ValueError: sizes that the kernel does not take, see `packs`.
         """
-        if not self.packs(weight, activation):
+        if not self.packs(weight, activation) or (int8 and weight.dtype != torch.bfloat16):
             raise ValueError(f"a {tuple(weight.shape)} weight of {weight.dtype} cannot be packed")
         output_dtype = output_dtype or weight.dtype
         bias = None if bias is None else bias.float()
