@@ -130,7 +130,8 @@ inline void quantize_group(const bf16* x, ByteProduct::Code* codes, float* scale
   const Vector factor = broadcast(largest > kNegligible ? kLargestCode / largest : 0);
   Vector sum = {};
   for (int i = 0; i < kGroupDepth; i += kWidth) {
-    const Vector whole = round_to_integer(load(x + i) * factor);
+    const Vector scaled = load(x + i) * factor;
+    const Vector whole = scaled == scaled ? round_to_integer(scaled) : Vector{};  // with an infinite scale, 0 is enough
     sum += whole;
     ByteProduct::write(codes + i, whole);
   }
