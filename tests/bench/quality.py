@@ -1,4 +1,4 @@
-"""What bfloat16 and int8 weights cost: perplexity, and the distance from float32, over a fixed text.
+"""What bfloat16 and int8 cost: perplexity, and the distance from float32, over a fixed text.
 
 The distance is the mean Kullback-Leibler divergence of the next token's distribution from the one that transformers computes
 in float32, in nats per token. transformers' own bfloat16 stands beside ours.
@@ -108,7 +108,7 @@ def distributions(model: str, token_ids: torch.Tensor) -> Iterator[tuple[str, to
     yield "transformers, float32", transformers_logits(model, token_ids, torch.float32).log_softmax(-1)
     yield "transformers, bfloat16", transformers_logits(model, token_ids, torch.bfloat16).log_softmax(-1)
     yield "ours, bfloat16", native_logits(model, token_ids, int8=False).log_softmax(-1)
-    yield "ours, int8 weights", native_logits(model, token_ids, int8=True).log_softmax(-1)
+    yield "ours, int8", native_logits(model, token_ids, int8=True).log_softmax(-1)
 
 
 def main() -> None:

@@ -142,7 +142,7 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> EngineConfig:
-        """A sequence must hold a prompt and an answer, the queue the longest prompt, a step more than one page and more than
+        """A sequence must hold a prompt and an answer, the queue the longest text, a step more than one page and more than
         one token for each sequence (the chunk unit is the page)."""
         if self.max_seq_len == 1:
             raise ValueError(
@@ -151,7 +151,7 @@ class EngineConfig(BaseModel):
             )
         if self.max_queue_bytes < self.max_prompt_bytes:
             raise ValueError(
-                f"max_queue_bytes must be at least max_prompt_bytes = {self.max_prompt_bytes}, or a prompt of that size could "
+                f"max_queue_bytes must be at least max_prompt_bytes = {self.max_prompt_bytes}, or a text of that size could "
                 f"never wait, got {self.max_queue_bytes}"
             )
         floor = self._most_tokens_of_one_kind

@@ -23,9 +23,8 @@ def control_groups(controller: str, root: Path) -> Iterator[Path]:
             mount = root / "sys/fs/cgroup" / controller
         else:
             continue
-        folder = mount / path.strip(
-            "/"
-        )  # in a container the mount may be the group itself, and this be missing
+        # In a container the mount may be the group itself, and this folder be missing.
+        folder = mount / path.strip("/")
         yield folder
         yield from (parent for parent in folder.parents if parent == mount or mount in parent.parents)
 

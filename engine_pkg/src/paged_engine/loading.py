@@ -46,7 +46,7 @@ def load_engine(config: EngineConfig) -> Engine:
         ConfigurationError: the checkpoint cannot be served as configured on this machine; says why.
     """
     # In a thread that ends, and its OpenMP team with it: libgomp counts the team members of all threads, and where there
-    # are more of them than cores it lets each sleep instead of wait, in every one of a step's hundreds of loops.
+    # are more of them than cores it lets a team sleep, instead of wait, between one kernel of a step and the next.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as thread:
         engine = thread.submit(_load, config).result()
     # Torch keeps a number of its own for each thread that has begun to compute.

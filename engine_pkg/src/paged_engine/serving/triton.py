@@ -73,9 +73,8 @@ def _elements(tensor: Any) -> Sequence[Any]:
         # 0.1 shall mean the same as a tensor and in JSON, and read the same in an error.
         return [float(str(value)) for value in flat]
     if flat.dtype == np.int32:
-        return array(
-            "i", flat.tobytes()
-        )  # a prompt of token ids may wait for long; a list takes nine times as much memory
+        # A prompt of token ids may wait for long; a list takes nine times as much memory.
+        return array("i", flat.tobytes())
     elements: list[Any] = flat.tolist()
     return elements
 

@@ -155,9 +155,8 @@ def _start(options: argparse.Namespace, signals: _Signals) -> TritonProcess:
     if options.model:
         parameters.setdefault("model", options.model)
     model = parameters.get("model")
-    if (
-        model and locate_checkpoint(model) is None
-    ):  # a typo in a path shall not have to wait for the server to find it
+    # Asked here, too: a typo in a path shall not have to wait for the server to find it.
+    if model and locate_checkpoint(model) is None:
         _say(f"there is no file or folder {model} here, so it is looked up as the id of a model on a hub")
     return TritonProcess(
         options.repository,

@@ -107,11 +107,36 @@ struct Bf16Dot {  // bf16 rows times pair-interleaved bf16 panels
 
 inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// One of the blocks that rows are cut into. Each fetches its share of the upcoming panels, so that reading them takes as long
-// as multiplying does.
+// One of the blocks of nearly equal size that rows are cut into. Each fetches its share of the upcoming panels, so that reading
+// them takes as long as multiplying does.
 struct Block {
   int index, count;
+  int begin, rows;
 };
+
+// f(block) for the blocks of at most `most` rows.
+template <class Function>
+inline void for_each_block(int rows, int most, Function f) {
+  const int count = ceil_div(rows, most);
+  for (int i = 0; i < count; i++) {
+    const int begin = rows * i / count;
+    f(Block{i, count, begin, rows * (i + 1) / count - begin});
+  }
+}
+
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
+
+// f(Constant<n>{}) for an n from 1 to Most.
+template <int Most, class Function>
+inline void with_constant(int n, Function f) {
+  if constexpr (Most > 0) {
+    if (n == Most) return f(Constant<Most>{});
+    with_constant<Most - 1>(n, f);
+  }
+}
 
 // c[r][n * 16 + j] = sum over the depth of a[r] times column j of panel n, for Rows rows and Count panels.
 template <class Product, int Rows, int Count, bool Fetch>
@@ -158,36 +183,31 @@ __attribute__((noinline)) void multiply_in_registers(const typename Product::Lef
     for (int v = 0; v < kVectors; v++) store(c + r * c_stride + v * kWidth, sums[r][v]);
 }
 
-template <class Product, int Count, bool Fetch, int Rows>
-void multiply_rows(const typename Product::Left* a, ptrdiff_t a_stride, int rows,
-                   const Panels<typename Product::Right>& panels, Block block, float* c, ptrdiff_t c_stride) {
-  if constexpr (Rows > 0) {
-    if (rows == Rows) return multiply_in_registers<Product, Rows, Count, Fetch>(a, a_stride, panels, block, c, c_stride);
-    multiply_rows<Product, Count, Fetch, Rows - 1>(a, a_stride, rows, panels, block, c, c_stride);
-  }
-}
-
-// The same for any number of rows and all panels. Rows are cut into blocks of nearly equal size.
+// The same for any number of rows and all panels.
 template <class Product, bool Fetch = false>
 void multiply(const typename Product::Left* a, ptrdiff_t a_stride, int rows, const Panels<typename Product::Right>& panels,
               float* c, ptrdiff_t c_stride) {
   const int most = rows <= kRowsWith4 ? 4 : kRowsWith2 > 0 ? 2 : 1;
-  const int blocks = ceil_div(rows, kRowsWith1);
   for (int n = 0, count; n < panels.count; n += count) {
     count = panels.count - n >= most ? most : 1;
     const Panels<typename Product::Right> group = panels.from(n);
-    for (int i = 0; i < blocks; i++) {
-      const int begin = rows * i / blocks, size = rows * (i + 1) / blocks - begin;
-      const typename Product::Left* left = a + begin * a_stride;
-      float* out = c + begin * c_stride + n * kPanelWidth;
-      const Block block = {i, blocks};
+    for_each_block(rows, kRowsWith1, [&](Block block) {
+      const typename Product::Left* left = a + block.begin * a_stride;
+      float* out = c + block.begin * c_stride + n * kPanelWidth;
       if (count == 4)
-        multiply_rows<Product, 4, Fetch, kRowsWith4>(left, a_stride, size, group, block, out, c_stride);
+        with_constant<kRowsWith4>(block.rows, [&](auto size) {
+          multiply_in_registers<Product, size.value, 4, Fetch>(left, a_stride, group, block, out, c_stride);
+        });
       else if (count == 2)
-        multiply_rows<Product, 2, Fetch, kRowsWith2>(left, a_stride, size, group, block, out, c_stride);
+        with_constant<kRowsWith2>(block.rows, [&](auto size) {
+          multiply_in_registers<Product, size.value, 2, Fetch>(left, a_stride, group, block, out, c_stride);
+        });
       else
-        multiply_rows<Product, 1, Fetch && kRowsWith2 == 0, kRowsWith1>(left, a_stride, size, group, block, out, c_stride);
-    }
+        with_constant<kRowsWith1>(block.rows, [&](auto size) {
+          constexpr bool kFetch = Fetch && kRowsWith2 == 0;
+          multiply_in_registers<Product, size.value, 1, kFetch>(left, a_stride, group, block, out, c_stride);
+        });
+    });
   }
 }
 

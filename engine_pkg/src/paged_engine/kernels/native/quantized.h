@@ -103,7 +103,7 @@ struct ByteProduct {  // in floats, where whole numbers of this size are exact
 #endif
 
 // The codes of a group of activations, what code 1 stands for, and -128 times the sum of the codes.
-#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+#if defined(__AVX512VNNI__)
 inline void quantize_group(const bf16* x, int8_t* codes, float* scale, int32_t* start) {
   // Magnitudes of bf16 compare like their bits; the instruction for eight lanes finds the least.
   const __m512i magnitudes = _mm512_and_si512(_mm512_loadu_si512(x), _mm512_set1_epi16(0x7fff));

@@ -69,38 +69,35 @@ __attribute__((noinline)) void multiply_quantized_block(const QuantizedRows& row
     for (int v = 0; v < kVectors; v++) store(c + r * kSumStride + v * kWidth, totals[r][v]);
 }
 
-template <int Count, bool Fetch, int Rows>
-void multiply_quantized_rows(const QuantizedRows& rows, int num_rows, const uint8_t* const* pairs, int first,
-                             const uint8_t* upcoming, int fetched, float* c) {
-  if constexpr (Rows > 0) {
-    if (num_rows == Rows) return multiply_quantized_block<Rows, Count, Fetch>(rows, pairs, first, upcoming, fetched, c);
-    multiply_quantized_rows<Count, Fetch, Rows - 1>(rows, num_rows, pairs, first, upcoming, fetched, c);
-  }
-}
-
 // Any number of rows times `num_panels` panels in pairs. What pairs[num_panels / 2] points to will be needed next.
 inline void multiply_quantized(const QuantizedRows& rows, int num_rows, const uint8_t* const* pairs, int num_panels, float* c) {
   constexpr int kFew = ByteProduct::kRowsWith4, kUsual = ByteProduct::kRowsWith2, kSingle = ByteProduct::kRowsWith1;
-  const int blocks = ceil_div(num_rows, kUsual > 0 ? kUsual : kSingle);
   const int64_t pair_size = rows.depth / kGroupDepth * kGroupBytes;
-  const int fetched = ceil_div(kGroupBytes / (kGroupDepth / 4), blocks);  // bytes of the next pair a step
   for (int n = 0, count; n < num_panels; n += count) {
     count = num_rows <= kFew && num_panels - n >= 4 ? 4 : kUsual > 0 ? 2 : 1;
     const uint8_t* next = pairs[n / 2 + 1];
-    for (int block = 0; block < blocks; block++) {
-      const int begin = num_rows * block / blocks, size = num_rows * (block + 1) / blocks - begin;
-      const QuantizedRows left = rows.from(begin);
-      const uint8_t* upcoming = next ? next + pair_size * block / blocks : nullptr;
-      float* out = c + begin * kSumStride + n * kPanelWidth;
+    for_each_block(num_rows, kUsual > 0 ? kUsual : kSingle, [&](Block block) {
+      const QuantizedRows left = rows.from(block.begin);
+      float* out = c + block.begin * kSumStride + n * kPanelWidth;
       if (count == 4)
-        multiply_quantized_rows<4, false, kFew>(left, size, pairs, n, nullptr, 0, out);
+        with_constant<kFew>(block.rows, [&](auto size) {
+          multiply_quantized_block<size.value, 4, false>(left, pairs, n, nullptr, 0, out);
+        });
       else if (count == 2 && next)
-        multiply_quantized_rows<2, true, kUsual>(left, size, pairs, n, upcoming, fetched, out);
+        with_constant<kUsual>(block.rows, [&](auto size) {
+          const int fetched = ceil_div(kGroupBytes / (kGroupDepth / 4), block.count);  // bytes of the next pair a step
+          const uint8_t* upcoming = next + pair_size * block.index / block.count;
+          multiply_quantized_block<size.value, 2, true>(left, pairs, n, upcoming, fetched, out);
+        });
       else if (count == 2)
-        multiply_quantized_rows<2, false, kUsual>(left, size, pairs, n, nullptr, 0, out);
+        with_constant<kUsual>(block.rows, [&](auto size) {
+          multiply_quantized_block<size.value, 2, false>(left, pairs, n, nullptr, 0, out);
+        });
       else
-        multiply_quantized_rows<1, false, kSingle>(left, size, pairs, n, nullptr, 0, out);
-    }
+        with_constant<kSingle>(block.rows, [&](auto size) {
+          multiply_quantized_block<size.value, 1, false>(left, pairs, n, nullptr, 0, out);
+        });
+    });
   }
 }
 
