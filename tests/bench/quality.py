@@ -1,7 +1,7 @@
-"""What bfloat16 and int8 cost: perplexity, and the distance from float32, over a fixed text.
+"""What bfloat16 and int8 cost: perplexity over a fixed text, and the distance from float32 over it and over questions.
 
 The distance is the mean Kullback-Leibler divergence of the next token's distribution from the one that transformers computes
-in float32, in nats per token. transformers' own bfloat16 stands beside ours.
+in float32, in nats per token. transformers' own bfloat16 stands beside ours. Questions are put in the model's chat template.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -72,43 +72,80 @@ dedicate a portion of that field, as a final resting place for those who here ga
 It is altogether fitting and proper that we should do this.
 """
 """Lewis Carroll (1865), Charles Dickens (1859) and Abraham Lincoln (1863)."""
+QUESTIONS = (
+    "What is the capital of France?",
+    "Explain how a refrigerator works.",
+    "Write a short poem about the sea.",
+    "Why is the sky blue?",
+    "Give me a recipe for pancakes.",
+    "Who wrote Romeo and Juliet, and what is it about?",
+    "List five animals that live in the desert.",
+    "How do I learn to play the guitar?",
+)
 PAGE_SIZE = 16
 
+Forward = Callable[[torch.Tensor], torch.Tensor]
+"""From token ids [num_tokens] to float32 logits [num_tokens, vocab_size]."""
 
-@torch.inference_mode()
-def native_logits(model: str, token_ids: torch.Tensor, *, int8: bool) -> torch.Tensor:
-    """float32 [num_tokens, vocab_size] of one step over the whole text, by the engine's CPU path in bfloat16."""
+
+def native_forward(model: str, max_num_tokens: int, *, int8: bool) -> Forward:
+    """The engine's CPU path in bfloat16, which computes all tokens in one step."""
     config = EngineConfig(model=model, dtype="bfloat16", device="cpu")
     loaded = load_model(config, torch.device("cpu"))
     specs = tuple(layer.spec for layer in loaded.layers)
     setup = AttentionSetup(specs, PAGE_SIZE, loaded.device, loaded.dtype, loaded.dtype)
     backend = load_cpu_attention(setup)
-    num_tokens = len(token_ids)
-    forward = graft_model(loaded, backend, max_num_tokens=num_tokens, int8=int8)
+    forward = graft_model(loaded, backend, max_num_tokens=max_num_tokens, int8=int8)
     if forward is None:
         raise SystemExit(f"{type(loaded.module).__name__} does not run in the native kernels")
-    num_pages = -(-num_tokens // PAGE_SIZE)
+    num_pages = -(-max_num_tokens // PAGE_SIZE)
     for layer in range(len(specs)):
         backend.bind(layer, torch.zeros(num_pages, *backend.page_shape(layer), dtype=loaded.dtype))
-    batch = trial_batch((num_tokens,), (num_tokens,), PAGE_SIZE)
-    backend.plan(batch)
-    return forward(token_ids, batch.positions, torch.arange(num_tokens)).float()
+
+    def logits(token_ids: torch.Tensor) -> torch.Tensor:
+        batch = trial_batch((len(token_ids),), (len(token_ids),), PAGE_SIZE)
+        backend.plan(batch)
+        return forward(token_ids, batch.positions, torch.arange(len(token_ids))).float()
+
+    return logits
+
+
+def transformers_forward(model: str, dtype: torch.dtype) -> Forward:
+    """transformers' own model in `dtype`."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    return lambda token_ids: reference(token_ids[None], use_cache=False).logits[0].float()
+
+
+def forwards(model: str, max_num_tokens: int) -> Iterator[tuple[str, Forward]]:
+    """By name, what computes logits; the exact one first."""
+    yield "transformers, float32", transformers_forward(model, torch.float32)
+    yield "transformers, bfloat16", transformers_forward(model, torch.bfloat16)
+    yield "ours, bfloat16", native_forward(model, max_num_tokens, int8=False)
+    yield "ours, int8", native_forward(model, max_num_tokens, int8=True)
+
+
+def divergences(exact: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+    """Kullback-Leibler divergence of each row, [num_tokens], of log-probabilities [num_tokens, vocab_size]."""
+    return (exact.exp() * (exact - log_probs)).sum(-1)
 
 
 @torch.inference_mode()
-def transformers_logits(model: str, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 [num_tokens, vocab_size] by transformers' own model in `dtype`."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    logits: torch.Tensor = reference(token_ids[None], use_cache=False).logits[0]
-    return logits.float()
-
-
-def distributions(model: str, token_ids: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """By name of what computed them, log-probabilities [num_tokens, vocab_size]; the exact ones first."""
-    yield "transformers, float32", transformers_logits(model, token_ids, torch.float32).log_softmax(-1)
-    yield "transformers, bfloat16", transformers_logits(model, token_ids, torch.bfloat16).log_softmax(-1)
-    yield "ours, bfloat16", native_logits(model, token_ids, int8=False).log_softmax(-1)
-    yield "ours, int8", native_logits(model, token_ids, int8=True).log_softmax(-1)
+def compare(model: str, text: torch.Tensor, questions: list[torch.Tensor]) -> Iterator[list[str]]:
+    """Rows of the table, one for each way to compute the logits of the text's and the questions' tokens."""
+    exact: list[torch.Tensor] = []
+    for name, forward in forwards(model, max(map(len, [text, *questions]))):
+        log_probs = [forward(token_ids).log_softmax(-1) for token_ids in [text, *questions]]
+        exact = exact or log_probs
+        perplexity = (-log_probs[0][:-1].gather(1, text[1:, None])).mean().exp()
+        of_text, *of_questions = map(divergences, exact, log_probs)
+        same = (exact[0].argmax(-1) == log_probs[0].argmax(-1)).float().mean()
+        row = [name, f"{perplexity:.3f}", f"{100 * same:.1f} %", f"{of_text.mean():.5f}"]
+        if of_questions:
+            answers = torch.stack([rows[-1] for rows in of_questions])
+            row += [f"{torch.cat(of_questions).mean():.5f}", f"{answers.mean():.5f}"]
+        yield row
+        del forward
+        gc.collect()
 
 
 def main() -> None:
@@ -123,20 +160,22 @@ def main() -> None:
     options = parser.parse_args()
     cache = Path(os.environ.get("CACHE_DIR") or Path(__file__).parents[2] / ".cache")
     model = resolve_checkpoint(options.model or str(default_model(cache / "models")))
+    tokenizer = Tokenizer.load(model, False).hf_tokenizer
     text = options.text.read_text(encoding="utf-8") if options.text else TEXT
-    token_ids = torch.tensor(Tokenizer.load(model, False).hf_tokenizer(text).input_ids[: options.max_tokens])
-    table = Table(title=f"{len(token_ids)} tokens, {Path(model).name}")
-    for name in ("", "perplexity", "nats/token from float32", "same best token"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    exact = torch.empty(0)
-    for name, log_probs in distributions(model, token_ids):
-        exact = exact if len(exact) else log_probs
-        perplexity = (-log_probs[:-1].gather(1, token_ids[1:, None])).mean().exp()
-        divergence = (exact.exp() * (exact - log_probs)).sum(-1).mean()
-        same = (exact.argmax(-1) == log_probs.argmax(-1)).float().mean()
-        table.add_row(name, f"{perplexity:.3f}", f"{divergence:.5f}", f"{100 * same:.1f} %")
-        gc.collect()
-    Console().print(table)
+    text_ids = torch.tensor(tokenizer(text).input_ids[: options.max_tokens])
+    questions = []
+    if tokenizer.chat_template:
+        for question in QUESTIONS:
+            message = [{"role": "user", "content": question}]
+            ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+            questions.append(torch.tensor(ids))
+    table = Table(title=f"{Path(model).name}: {len(text_ids)} tokens of text, {len(questions)} questions")
+    table.add_column("")
+    for name in ("perplexity", "same best", "nats from float32: text", "questions", "their answers' start"):
+        table.add_column(name, justify="right")
+    for row in compare(model, text_ids, questions):
+        table.add_row(*row)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":

@@ -243,7 +243,7 @@ class NativeKernels:
         """Pack weight [out_features, in_features], float32 or bfloat16, once; `linear` then uses it.
 
         Args:
-            int8: quantize a bfloat16 weight to int8 in groups of 32 inputs of a channel, each with a scale. `linear` then
+            int8: quantize a bfloat16 weight to int8 in groups of 64 inputs of a channel, see native/quantized.h. `linear` then
                 quantizes x in the same way, unless `quantizes_activations` is false.
             activation: other than IDENTITY: weight (and bias) are [gate; up], and y = activation(gate) * up.
             output_dtype: float32 or bfloat16; the weight's own by default.
@@ -284,7 +284,7 @@ class NativeKernels:
         num_pairs = -(-out_features // (2 * PANEL_WIDTH))
         if int8:
             group_bytes = 2 * PANEL_WIDTH * (INT8_GROUP + torch.bfloat16.itemsize)
-            packed = self._arena.allocate(num_pairs * (in_features // INT8_GROUP) * group_bytes, torch.uint8)
+            packed = self._arena.allocate(num_pairs * -(-in_features // INT8_GROUP) * group_bytes, torch.uint8)
         else:
             packed = self._arena.allocate(num_pairs * 2 * PANEL_WIDTH * in_features, weight.dtype)
         pack = self._pack_int8 if int8 else self._pack_linear

@@ -15,7 +15,7 @@ from paged_engine.execution.batch import Batch
 
 PANEL_WIDTH = 16
 """Tokens, or output channels, that the native kernels keep together."""
-INT8_GROUP = 32
+INT8_GROUP = 64
 """Elements along the depth of a linear layer that share an int8 scale."""
 
 
@@ -135,19 +135,37 @@ def gate(gate_and_up: torch.Tensor, activation: str) -> torch.Tensor:
     return (activated * ups).to(gate_and_up.dtype)
 
 
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """x [num_rows, size], float32, times the orthonormal Hadamard matrix of 64 in each group of 64 along a row.
+
+    Applied twice it gives x again; the product of two rows stays what it is.
+
+    Returns:
+        float32 [num_rows, num_groups, 64]; zeros fill up the last group.
+    """
+    padded = F.pad(x.float(), (0, -x.shape[-1] % INT8_GROUP))
+    groups = padded.unflatten(-1, (-1, INT8_GROUP)) / math.sqrt(INT8_GROUP)
+    distance = INT8_GROUP // 2
+    while distance:
+        low, high = groups.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        groups = torch.stack((low + high, low - high), -2).flatten(-3)
+        distance //= 2
+    return groups
+
+
 def quantize_int8(
     x: torch.Tensor, scale_dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric int8 codes of x [num_rows, size] in groups of 32 along a row.
+    """Symmetric int8 codes of `hadamard` of x [num_rows, size].
 
     Args:
         scale_dtype: what the scales are rounded to: bfloat16 for weights, float32 for activations.
 
     Returns:
-        int8 [num_rows, size], and float32 [num_rows, size / 32]: what the code 1 stands for in each group. The codes of a group
-        that holds nothing above 1e-30 are zero.
+        int8 [num_rows, num_groups, 64], and float32 [num_rows, num_groups]: what the code 1 stands for in each group. The codes
+        of a group that holds nothing above 1e-30 are zero.
     """
-    groups = x.float().unflatten(-1, (-1, INT8_GROUP))
+    groups = hadamard(x)
     largest = groups.abs().amax(-1, keepdim=True)
     scales = (largest / 127).to(scale_dtype).float()
     steps = (
@@ -156,12 +174,12 @@ def quantize_int8(
         else groups * (torch.full_like(largest, 127) / largest)
     )
     codes = torch.where(largest > 1e-30, steps, 0).nan_to_num().round().to(torch.int8)
-    return codes.flatten(-2), scales.squeeze(-1)
+    return codes, scales.squeeze(-1)
 
 
 def dequantize_int8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 [num_rows, size] of what `quantize_int8` returns."""
-    return (codes.float().unflatten(-1, (-1, INT8_GROUP)) * scales[..., None]).flatten(-2)
+    """float32 [num_rows, num_groups * 64] of what `quantize_int8` returns: `hadamard` of x, nearly."""
+    return (codes.float() * scales[..., None]).flatten(-2)
 
 
 def linear(
@@ -182,11 +200,11 @@ def int8_linear(
     *,
     quantizes_activations: bool = True,
 ) -> torch.Tensor:
-    """The same with the weight in int8, and x too or else the dequantized weight rounded to x's dtype."""
+    """The same with the weight in int8, and x too or else both transformed and in x's dtype."""
     weight = dequantize_int8(*quantize_int8(weight, torch.bfloat16))
     if quantizes_activations:
         return linear(dequantize_int8(*quantize_int8(x)), weight, bias, dtype or x.dtype)
-    return linear(x, weight.to(x.dtype), bias, dtype)
+    return linear(hadamard(x).flatten(-2).to(x.dtype), weight.to(x.dtype), bias, dtype)
 
 
 def argmax(x: torch.Tensor) -> torch.Tensor:

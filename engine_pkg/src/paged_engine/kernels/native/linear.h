@@ -175,12 +175,30 @@ void run_linear(const Linear& linear, const Input* x, int64_t x_stride, int64_t 
   });
 }
 
-inline void run_quantized(const Linear& linear, const bf16* x, int64_t x_stride, RowsFrom rows_from, int64_t num_rows, void* y,
-                          int64_t y_stride, Team& team) {
-  const int64_t depth = linear.in_features, pair_size = depth / kGroupDepth * kGroupBytes;
-  const QuantizedRows quantized(team.memory(), num_rows, depth);
+#if defined(__AMX_BF16__)
+// int8 weights as bf16 panels times transformed rows in bf16.
+inline void run_int8(const Linear& linear, const bf16* x, int64_t x_stride, RowsFrom rows_from, int64_t num_rows, void* y,
+                     int64_t y_stride, Team& team) {
+  const int64_t depth = whole_groups(linear.in_features) * kGroupDepth;
+  bf16* transformed = (bf16*)team.memory();
   if (rows_from == RowsFrom::kAnyThread) team.wait();
-  team.divide(num_rows, [&](int64_t row) { quantize_row(x + row * x_stride, quantized.from(row)); });
+  team.divide(num_rows, [&](int64_t row) { transform_row(x + row * x_stride, linear.in_features, transformed + row * depth); });
+  Linear filled = linear;
+  filled.in_features = int(depth);
+  run_linear<BestBf16Product, bf16, uint8_t>(filled, transformed, depth, num_rows, y, y_stride, team);
+}
+
+// Bytes that the team must share for `linear`.
+inline size_t shared_bytes(const Linear& linear, int64_t num_rows) {
+  return linear.weight_type == kInt8 ? num_rows * whole_groups(linear.in_features) * kGroupDepth * sizeof(bf16) : 0;
+}
+#else
+inline void run_int8(const Linear& linear, const bf16* x, int64_t x_stride, RowsFrom rows_from, int64_t num_rows, void* y,
+                     int64_t y_stride, Team& team) {
+  const int64_t num_groups = whole_groups(linear.in_features), pair_size = num_groups * kGroupBytes;
+  const QuantizedRows quantized(team.memory(), num_rows, num_groups);
+  if (rows_from == RowsFrom::kAnyThread) team.wait();
+  team.divide(num_rows, [&](int64_t row) { quantize_row(x + row * x_stride, linear.in_features, quantized.from(row)); });
   team.wait();
   share_out(linear, num_rows, team, [&](const Share& share, const Share* upcoming) {
     static thread_local Scratch scratch;
@@ -197,8 +215,9 @@ inline void run_quantized(const Linear& linear, const bf16* x, int64_t x_stride,
 
 // Bytes that the team must share for `linear`.
 inline size_t shared_bytes(const Linear& linear, int64_t num_rows) {
-  return linear.weight_type == kInt8 ? QuantizedRows::bytes(num_rows, linear.in_features) : 0;
+  return linear.weight_type == kInt8 ? QuantizedRows::bytes(num_rows, whole_groups(linear.in_features)) : 0;
 }
+#endif
 
 inline void linear(const Linear& linear, const void* x, int64_t x_stride, RowsFrom rows_from, int64_t num_rows, void* y,
                    int64_t y_stride, Team& team) {
@@ -208,11 +227,7 @@ inline void linear(const Linear& linear, const void* x, int64_t x_stride, RowsFr
   };
   if (linear.weight_type == kFloat32) return run(FloatProduct<float>{}, float{}, float{});
   if (linear.weight_type == kBfloat16) return run(BestBf16Product{}, bf16{}, bf16{});
-#if defined(__AMX_BF16__)
-  run(BestBf16Product{}, bf16{}, uint8_t{});
-#else
-  run_quantized(linear, (const bf16*)x, x_stride, rows_from, num_rows, y, y_stride, team);
-#endif
+  run_int8(linear, (const bf16*)x, x_stride, rows_from, num_rows, y, y_stride, team);
 }
 
 }  // namespace

@@ -75,6 +75,8 @@ inline Vector maximum(Vector a, Vector b) {
 #endif
 }
 
+inline IntVector maximum(IntVector a, IntVector b) { return a > b ? a : b; }
+
 // Over all lanes, in the same order on every machine of a variant.
 inline float horizontal_sum(Vector v) {
 #if defined(__AVX512F__)
@@ -93,6 +95,47 @@ inline float horizontal_maximum(Vector v) {
     for (int i = 0; i < half; i++) v[i] = larger(v[i], v[i + half]);
   return v[0];
 #endif
+}
+inline int32_t horizontal_sum(IntVector v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t sum = 0;
+  for (int i = 0; i < kWidth; i++) sum += v[i];
+  return sum;
+#endif
+}
+inline int32_t horizontal_maximum(IntVector v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)v);
+#else
+  int32_t most = v[0];
+  for (int i = 1; i < kWidth; i++) most = larger(most, v[i]);
+  return most;
+#endif
+}
+
+// Of each two lanes whose numbers differ by `Distance`, a power of 2: their sum in the lower, the lower minus the other above.
+template <int Distance>
+inline Vector add_or_subtract_partners(Vector v) {
+  Vector partners, signs;
+  for (int i = 0; i < kWidth; i++) signs[i] = i & Distance ? -1.0f : 1.0f;
+#if defined(__AVX512F__)
+  if constexpr (Distance == 8)
+    partners = (Vector)_mm512_shuffle_f32x4((__m512)v, (__m512)v, _MM_SHUFFLE(1, 0, 3, 2));
+  else if constexpr (Distance == 4)
+    partners = (Vector)_mm512_shuffle_f32x4((__m512)v, (__m512)v, _MM_SHUFFLE(2, 3, 0, 1));
+  else
+    partners = (Vector)_mm512_permute_ps((__m512)v, Distance == 2 ? _MM_SHUFFLE(1, 0, 3, 2) : _MM_SHUFFLE(2, 3, 0, 1));
+#elif defined(__AVX2__)
+  if constexpr (Distance == 4)
+    partners = (Vector)_mm256_permute2f128_ps((__m256)v, (__m256)v, 1);
+  else
+    partners = (Vector)_mm256_permute_ps((__m256)v, Distance == 2 ? _MM_SHUFFLE(1, 0, 3, 2) : _MM_SHUFFLE(2, 3, 0, 1));
+#else
+  for (int i = 0; i < kWidth; i++) partners[i] = v[i ^ Distance];
+#endif
+  return multiply_add(signs, v, partners);
 }
 
 // ---- Loads and stores of kWidth elements; conversions to and from 16 bits round to nearest even.
@@ -194,13 +237,13 @@ inline void store(T* p, Vector v, int count) {
     store_first(p, v, count);
 }
 
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) {
-  const uint32_t bits = uint32_t(x.bits) << 16;
+inline float from_bits(uint32_t bits) {
   float value;
   memcpy(&value, &bits, sizeof value);
   return value;
 }
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
 inline float to_float(fp16 x) { return load_first(&x, 1)[0]; }
 
 // ---- Functions
@@ -222,6 +265,16 @@ inline Vector round_to_integer(Vector x) {  // for |x| < 2^22
 #else
   const Vector magic = broadcast(12582912.0f);  // 1.5 * 2^23 leaves no bits for a fraction
   return (x + magic) - magic;
+#endif
+}
+
+inline IntVector nearest_integers(Vector x) {  // for |x| < 2^22
+#if defined(__AVX512F__)
+  return (IntVector)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+  return (IntVector)_mm256_cvtps_epi32((__m256)x);
+#else
+  return __builtin_convertvector(round_to_integer(x), IntVector);
 #endif
 }
 
