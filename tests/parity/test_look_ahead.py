@@ -329,4 +329,12 @@ def test_the_late_device_is_late() -> None:
     with device:
         assert values.cpu().tolist() == [2.0, 3.0]
         assert values[torch.tensor([1])].shape == (1,)
-    assert [wait.split()[0] for wait in device.waits] == ["a", "aten.index.Tensor"]
+        places = torch.tensor([0]).to("meta", non_blocking=True)
+        values[places] = values.new_full((), 5)
+        values[:1] = 6
+        values.masked_fill_(values > 5, 7)
+        assert len(device.waits) == 2
+        values[places] = 8
+        assert values.cpu().tolist() == [8.0, 3.0]
+    waits = ["a", "aten.index.Tensor", "aten.index_put_.default", "a"]
+    assert [wait.split()[0] for wait in device.waits] == waits

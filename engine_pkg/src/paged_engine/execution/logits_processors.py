@@ -49,7 +49,7 @@ def apply_grammars(logits: torch.Tensor, sequences: list[Sequence]) -> dict[int,
     if rows:
         bits = np.unpackbits(np.stack(allowed), axis=1, count=logits.shape[1], bitorder="little").view(bool)
         guided_rows, may_come = to_device(logits.device, np.array(rows), bits)
-        logits[guided_rows] = torch.where(may_come, logits[guided_rows], _BANNED)
+        logits[guided_rows] = logits[guided_rows].masked_fill(may_come.logical_not_(), _BANNED)
     return errors
 
 
@@ -81,9 +81,10 @@ def apply_constraints(logits: torch.Tensor, sequences: list[Sequence]) -> None:
     (kept_rows, kept_tokens), (banned_rows, banned_tokens), (biased_rows, biased_tokens) = entries
     if allowed:
         kept = logits[kept_rows, kept_tokens]
-        logits[restricted] = _BANNED
+        logits.index_fill_(0, restricted, _BANNED)
         logits[kept_rows, kept_tokens] = kept
-    logits[banned_rows, banned_tokens] = _BANNED
+    # Not the number itself, which torch would put into a tensor on the host and copy, waiting for the device.
+    logits[banned_rows, banned_tokens] = logits.new_full((), _BANNED)
     logits[biased_rows, biased_tokens] += to_add
 
 
