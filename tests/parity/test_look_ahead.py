@@ -59,6 +59,13 @@ def late_engine(checkpoint: Path, **parameters: Any) -> Late:
     return Late(target, device, launches)
 
 
+def plain_engine(checkpoint: Path, **parameters: Any) -> Engine:
+    """One on such a device that does not look ahead."""
+    target = engine(checkpoint, look_ahead=False, **parameters)
+    defer(target)
+    return target
+
+
 def assert_same(got: Answers, expected: Answers, item: GenerateRequest) -> None:
     name = item.request_id
     for index in range(item.sampling.n):
@@ -78,6 +85,9 @@ def assert_same(got: Answers, expected: Answers, item: GenerateRequest) -> None:
         {"temperature": 1, "seed": 3},
         {"temperature": 1, "seed": 3, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
         {"temperature": 1, "seed": 3, "top_k": 200},
+        {"temperature": 1, "seed": 3, "top_p": 0.8},
+        {"temperature": 1, "seed": 3, "min_p": 0.05},
+        {"temperature": 1, "seed": 3, "top_p": 0.8, "min_p": 0.01},
         {"logit_bias": {40: 3.0}, "min_tokens": 20, "ignore_eos": False},
         {"allowed_token_ids": [40, 50, 60, 70]},
         {"logprobs": 3, "prompt_logprobs": 2},
@@ -90,7 +100,7 @@ def test_the_host_waits_for_nothing(checkpoint: Path, controls: dict[str, Any]) 
     """Each step but the first is launched while another one is in flight, and no launch waits."""
     late = late_engine(checkpoint)
     items = [request(f"r{i}", PROMPT[i:], **controls) for i in range(3)]
-    got, expected = run(late.engine, *items, stagger=2), run(engine(checkpoint), *items, stagger=2)
+    got, expected = run(late.engine, *items, stagger=2), run(plain_engine(checkpoint), *items, stagger=2)
     for item in items:
         assert_same(got, expected, item)
         assert got.prompt_logprobs(item.request_id) == expected.prompt_logprobs(item.request_id)
@@ -122,19 +132,6 @@ def test_controls_that_need_the_tokens_get_them(checkpoint: Path, controls: dict
     assert late.device.waits == []
 
 
-@pytest.mark.parametrize("controls", [{"top_p": 0.8}, {"min_p": 0.05}], ids=str)
-def test_a_step_whose_choice_has_waited_is_over_at_once(checkpoint: Path, controls: dict[str, Any]) -> None:
-    late = late_engine(checkpoint)
-    item = request("a", PROMPT, temperature=1, seed=1, max_tokens=12, **controls)
-    late.engine.add(late.engine.prepare(item))
-    answers = Answers()
-    for number in range(1, 13):
-        answers.take(late.engine.step())
-        assert len(answers.tokens("a")) == number
-    assert not late.engine.has_work
-    assert_same(answers, run(engine(checkpoint), item), item)
-
-
 def test_any_mixture_is_what_each_is_alone(checkpoint: Path) -> None:
     """Greedy, drawn, guided, penalised, n > 1, with stops; over a pool that preempts, with hits of the prefix cache."""
     late = late_engine(checkpoint, num_pages=36)
@@ -145,7 +142,7 @@ def test_any_mixture_is_what_each_is_alone(checkpoint: Path) -> None:
     items = [*random_requests(seed=21, count=14, longest=90), *guided]
     random.Random(3).shuffle(items)
     got = run(late.engine, *items, stagger=2)
-    solo = engine(checkpoint, enable_prefix_caching=False)
+    solo = plain_engine(checkpoint, enable_prefix_caching=False)
     for item in items:
         assert_same(got, run(solo, item), item)
     statistics = late.engine.statistics()
@@ -180,10 +177,10 @@ def test_it_ends_where_it_should(checkpoint: Path, by: str, num_tokens: int) -> 
     for item in items:
         assert_same(got, expected, item)
     assert got.ending("a") is (FinishReason.LENGTH if by == "max_tokens" else FinishReason.STOP)
-    plain_engine = engine(checkpoint)
-    run(plain_engine, *items)
+    ordinary = engine(checkpoint)
+    run(ordinary, *items)
     # The token computed beyond the end may have completed a page.
-    counted = [replace(target.statistics(), num_pages_cached=0) for target in (late.engine, plain_engine)]
+    counted = [replace(target.statistics(), num_pages_cached=0) for target in (late.engine, ordinary)]
     assert counted[0] == counted[1]
 
 

@@ -53,11 +53,6 @@ class _Step:
     plan: StepPlan
     launched: LaunchedStep | RequestError
 
-    @property
-    def has_waited(self) -> bool:
-        """Whether its tokens are there already, the host having had to wait for them."""
-        return isinstance(self.launched, LaunchedStep) and self.launched.has_waited
-
 
 class Engine:
     """In-flight batching over a paged KV cache, one step at a time."""
@@ -134,8 +129,7 @@ class Engine:
         outputs: list[Output] = []
         if self._in_flight and not self._may_be_followed(self._in_flight[-1]):
             outputs += self._collect()
-        has_launched = self._launch()
-        is_left = has_launched and self._looks_ahead and not self._in_flight[-1].has_waited
+        is_left = self._launch() and self._looks_ahead
         while len(self._in_flight) > is_left:
             outputs += self._collect()
         return outputs

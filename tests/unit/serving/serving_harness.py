@@ -111,9 +111,7 @@ class AlphabetModel:
     def launch(self, logits: torch.Tensor, sequences: Sequence[Any]) -> Any:
         tokens = [self._next_token(sequence) for sequence in sequences]
         token_ids = torch.tensor([token.token_id for token in tokens], dtype=torch.int64)
-        return SimpleNamespace(
-            sequences=list(sequences), tokens=token_ids, has_waited=False, result=lambda: tokens
-        )
+        return SimpleNamespace(sequences=list(sequences), tokens=token_ids, result=lambda: tokens)
 
     def _next_token(self, sequence: Any) -> SampledToken:
         number = sequence.num_output_tokens

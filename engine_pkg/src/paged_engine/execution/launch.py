@@ -48,11 +48,6 @@ class LaunchedStep:
         self._scores = PendingPromptScores(logits[batch.num_samples :], scoring)
         self.tokens: PendingTokens = sampler.launch(logits[: batch.num_samples], self.sampling)
 
-    @property
-    def has_waited(self) -> bool:
-        """Whether the host had to wait for the device, so that nothing is left to wait for."""
-        return self.tokens.has_waited
-
     def result(
         self,
     ) -> tuple[

@@ -1,4 +1,4 @@
-"""Sampler: turns the logits of a step into one token per sequence, without waiting for the device where that is not needed.
+"""Sampler: turns the logits of a step into one token per sequence, without waiting for the device.
 
 The steps, in vLLM's order (vllm/v1/sample/sampler.py): log-probabilities of the raw logits; grammars; allowed tokens, bad words,
 min_tokens and logit_bias; repetition, frequency and presence penalties; then the most likely token for greedy rows, and
@@ -25,7 +25,7 @@ from paged_engine.execution.logits_processors import (
 )
 from paged_engine.execution.logprobs import PendingScores, SampledToken, TokenLogprob
 from paged_engine.execution.random_stream import RandomStreams
-from paged_engine.execution.token_choice import RandomControls, draw, most_likely, waits_for_device
+from paged_engine.execution.token_choice import RandomControls, draw, most_likely
 from paged_engine.execution.transfer import HostCopies, to_device
 from paged_engine.request import SamplingParams
 from paged_engine.scheduling.sequence import Sequence
@@ -70,9 +70,7 @@ class Sampler:
         if logprobs is not None:
             num_top = [sequences[row].sampling.logprobs or 0 for row in scored]
             scores = PendingScores(logprobs, tokens[scored_rows], num_top)
-        return PendingTokens(
-            sequences, tokens, best, scored, scores, errors, any(map(self._waits_for_device, sequences))
-        )
+        return PendingTokens(sequences, tokens, best, scored, scores, errors)
 
     def needs_history(self, sequence: Sequence) -> bool:
         """Whether what a sequence has generated decides on the host what may come next: then no token of it may be pending."""
@@ -86,12 +84,6 @@ class Sampler:
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken | RequestError]:
         """Choose the next token of each sequence and wait for it; see `launch` and `PendingTokens.result`."""
         return self.launch(logits, sequences).result()
-
-    def _waits_for_device(self, sequence: Sequence) -> bool:
-        sampling = sequence.sampling
-        return not _is_greedy(sampling) and waits_for_device(
-            sampling.top_k, sampling.top_p, sampling.min_p, self.vocab_size
-        )
 
     def _choose(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [rows], and float32 [rows], each row's largest logit: where that is not finite the token means nothing."""
@@ -123,7 +115,6 @@ class PendingTokens:
         scored: list[int],
         scores: PendingScores | None,
         errors: dict[int, RequestError],
-        has_waited: bool,
     ) -> None:
         """
         Args:
@@ -133,11 +124,9 @@ class PendingTokens:
             scored: the rows whose sequences asked for logprobs.
             scores: those of the scored rows.
             errors: by row, what is known already to have gone wrong.
-            has_waited: whether the host had to wait for the device to choose them.
         """
         self.sequences = sequences
         self.tokens = tokens
-        self.has_waited = has_waited
         self._positions = [item.num_output_tokens for item in sequences]
         self._scored = scored
         self._scores = scores
