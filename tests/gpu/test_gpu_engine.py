@@ -241,6 +241,8 @@ def test_it_looks_ahead_on_a_gpu_unless_told_otherwise(checkpoint: Path, device:
         {"temperature": 1, "seed": 5, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
         {"temperature": 1, "seed": 5, "top_p": 0.9},
         {"temperature": 1, "seed": 5, "min_p": 0.05},
+        {"temperature": 1},
+        {"temperature": 1, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
         {"allowed_token_ids": [40, 50, 60, 70]},
         {"logit_bias": {"40": 2.0}, "min_tokens": 30, "max_tokens": 40, "ignore_eos": False},
         {"repetition_penalty": 1.2, "presence_penalty": 0.1},

@@ -6,12 +6,14 @@ temperature, min-p, top-k and top-p for the others.
 
 A row's token depends on its logits and its sequence alone. The sampler keeps no state between steps: random numbers are a
 function of the sequence's seed and of how many tokens it has generated, penalties of its tokens. So a sequence's result is the
-same in any batch, in any slot, and after any preemption.
+same in any batch, in any slot, and after any preemption. Only where its request gave no seed, so that nobody can tell, kernels
+may draw whose random numbers depend on the batch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -38,15 +40,21 @@ _MAX_TEMPERATURE = 1e30
 """Above this all tokens are equally likely in float32 anyway; it keeps 1 / temperature from becoming zero."""
 
 
+Draw = Callable[[torch.Tensor, RandomControls], torch.Tensor]
+"""(logits, controls of the same rows) -> tokens, as token_choice.draw."""
+
+
 class Sampler:
     """Chooses tokens for the sequences of a step."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, draw_unseeded: Draw = draw) -> None:
         """
         Args:
             vocab_size: the width of the logits.
+            draw_unseeded: draws for requests that gave no seed.
         """
         self.vocab_size = vocab_size
+        self._draw_unseeded = draw_unseeded
 
     @torch.inference_mode()
     def launch(self, logits: torch.Tensor, sequences: list[Sequence]) -> PendingTokens:
@@ -87,21 +95,34 @@ class Sampler:
 
     def _choose(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [rows], and float32 [rows], each row's largest logit: where that is not finite the token means nothing."""
-        is_greedy = np.array([_is_greedy(item.sampling) for item in sequences], bool)
-        if is_greedy.all():
+        rows_of: dict[Draw | None, list[int]] = {}
+        for row, item in enumerate(sequences):
+            rows_of.setdefault(self._draw_of(item.sampling), []).append(row)
+        if not any(rows_of):
             tokens = most_likely(logits)
             return tokens, logits.gather(1, tokens[:, None])[:, 0]
         best = logits.amax(dim=-1)
-        controls = _random_controls(
-            [item for item, greedy in zip(sequences, is_greedy, strict=True) if not greedy], self.vocab_size
-        )
-        if not is_greedy.any():
-            return draw(logits, controls), best
+        if len(rows_of) == 1:
+            (chooser,) = rows_of
+            return self._choose_by(chooser, logits, sequences), best
         tokens = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
-        greedy, random = to_device(logits.device, np.flatnonzero(is_greedy), np.flatnonzero(~is_greedy))
-        tokens[greedy] = most_likely(logits[greedy])
-        tokens[random] = draw(logits[random], controls)
+        on_device = to_device(logits.device, *map(np.array, rows_of.values()))
+        for (chooser, rows), index in zip(rows_of.items(), on_device, strict=True):
+            tokens[index] = self._choose_by(chooser, logits[index], [sequences[row] for row in rows])
         return tokens, best
+
+    def _choose_by(
+        self, chooser: Draw | None, logits: torch.Tensor, sequences: list[Sequence]
+    ) -> torch.Tensor:
+        if chooser is None:
+            return most_likely(logits)
+        return chooser(logits, _random_controls(sequences, self.vocab_size))
+
+    def _draw_of(self, sampling: SamplingParams) -> Draw | None:
+        """What draws for such a request; None where the most likely token is chosen."""
+        if sampling.temperature < GREEDY_TEMPERATURE or sampling.top_k == 1:
+            return None
+        return self._draw_unseeded if sampling.seed is None else draw
 
 
 class PendingTokens:
@@ -151,10 +172,6 @@ class PendingTokens:
         for row, error in self._errors.items():
             results[row] = error
         return results
-
-
-def _is_greedy(sampling: SamplingParams) -> bool:
-    return sampling.temperature < GREEDY_TEMPERATURE or sampling.top_k == 1
 
 
 def _random_controls(sequences: list[Sequence], vocab_size: int) -> RandomControls:

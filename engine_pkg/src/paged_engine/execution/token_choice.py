@@ -119,6 +119,14 @@ def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, 
     return values, token_ids.gather(1, order)
 
 
+def relative_weights(
+    logits: torch.Tensor, inverse_temperature: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """exp((logit - best) / temperature), best being the row's largest logit: float32 like `logits`, from 0 to 1."""
+    best = logits.amax(dim=-1, keepdim=True)
+    return torch.sub(logits, best, out=out).mul_(inverse_temperature[:, None]).exp_()
+
+
 def draw(
     logits: torch.Tensor, controls: RandomControls, candidate_counts: tuple[int, ...] = CANDIDATE_COUNTS
 ) -> torch.Tensor:
@@ -191,7 +199,7 @@ def _filter(values: torch.Tensor, controls: _Controls, vocab_size: int) -> tuple
         tokens that min-p and top-k keep: that is so when they removed the last candidate, or when there are no others.
     """
     count = values.shape[1]
-    weights = _weights(values, controls.inverse_temperature)
+    weights = relative_weights(values, controls.inverse_temperature)
     weights = weights.masked_fill(weights < controls.min_p[:, None], 0).double()
     kth = values.gather(1, (controls.top_k.clamp(max=count) - 1)[:, None])
     weights.masked_fill_((values < kth) & (controls.top_k < vocab_size)[:, None], 0)
@@ -270,16 +278,8 @@ def _weights_in_blocks(logits: torch.Tensor, inverse_temperature: torch.Tensor) 
     num_blocks = -(-vocab_size // _BLOCK_SIZE)
     padded = logits.new_empty(num_rows, num_blocks * _BLOCK_SIZE)
     padded[:, vocab_size:] = 0
-    _weights(logits, inverse_temperature, out=padded[:, :vocab_size])
+    relative_weights(logits, inverse_temperature, out=padded[:, :vocab_size])
     return padded.view(num_rows, num_blocks, _BLOCK_SIZE)
-
-
-def _weights(
-    logits: torch.Tensor, inverse_temperature: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """exp((logit - best) / temperature), best being the row's largest logit: float32 like `logits`, from 0 to 1."""
-    best = logits.amax(dim=-1, keepdim=True)
-    return torch.sub(logits, best, out=out).mul_(inverse_temperature[:, None]).exp_()
 
 
 def _mass(blocks: torch.Tensor) -> torch.Tensor:
