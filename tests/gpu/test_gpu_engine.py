@@ -210,6 +210,7 @@ def test_out_of_memory_in_a_step(checkpoint: Path, device: torch.device) -> None
         (False, {"temperature": 1, "seed": 5, "top_k": 9}),
         (False, {"temperature": 1, "seed": 5, "top_p": 0.8}),
         (False, {"temperature": 1, "seed": 5, "min_p": 0.05}),
+        (False, {"repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.2}),
     ],
     ids=str,
 )
@@ -246,6 +247,7 @@ def test_it_looks_ahead_on_a_gpu_unless_told_otherwise(checkpoint: Path, device:
         {"allowed_token_ids": [40, 50, 60, 70]},
         {"logit_bias": {"40": 2.0}, "min_tokens": 30, "max_tokens": 40, "ignore_eos": False},
         {"repetition_penalty": 1.2, "presence_penalty": 0.1},
+        {"temperature": 1, "frequency_penalty": 0.2, "logprobs": None},
     ],
     ids=str,
 )

@@ -23,7 +23,6 @@ from paged_engine.execution.logits_processors import (
     apply_constraints,
     apply_grammars,
     apply_penalties,
-    has_penalties,
 )
 from paged_engine.execution.logprobs import PendingScores, SampledToken, TokenLogprob
 from paged_engine.execution.random_stream import RandomStreams
@@ -57,12 +56,15 @@ class Sampler:
         self._draw_unseeded = draw_unseeded
 
     @torch.inference_mode()
-    def launch(self, logits: torch.Tensor, sequences: list[Sequence]) -> PendingTokens:
+    def launch(
+        self, logits: torch.Tensor, sequences: list[Sequence], pending: PendingTokens | None = None
+    ) -> PendingTokens:
         """Have the device choose the next token of each sequence.
 
         Args:
             logits: float32 [len(sequences), vocab_size], contiguous; overwritten.
             sequences: one per row, before the new token counts.
+            pending: where the pending tokens of the sequences are.
         """
         scored = [row for row, item in enumerate(sequences) if item.sampling.logprobs is not None]
         logprobs = scored_rows = None
@@ -72,7 +74,7 @@ class Sampler:
             logprobs = raw.log_softmax(dim=-1)
         errors = apply_grammars(logits, sequences)
         apply_constraints(logits, sequences)
-        apply_penalties(logits, sequences)
+        apply_penalties(logits, sequences, pending)
         tokens, best = self._choose(logits, sequences)
         scores = None
         if logprobs is not None:
@@ -83,11 +85,7 @@ class Sampler:
     def needs_history(self, sequence: Sequence) -> bool:
         """Whether what a sequence has generated decides on the host what may come next: then no token of it may be pending."""
         constraints = sequence.constraints
-        return (
-            sequence.grammar is not None
-            or has_penalties(sequence.sampling)
-            or (constraints is not None and len(constraints.banned_after) > 0)
-        )
+        return sequence.grammar is not None or (constraints is not None and len(constraints.banned_after) > 0)
 
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken | RequestError]:
         """Choose the next token of each sequence and wait for it; see `launch` and `PendingTokens.result`."""
@@ -146,8 +144,9 @@ class PendingTokens:
             scores: those of the scored rows.
             errors: by row, what is known already to have gone wrong.
         """
-        self.sequences = sequences
         self.tokens = tokens
+        self.row_of = {sequence: row for row, sequence in enumerate(sequences)}
+        self._sequences = sequences
         self._positions = [item.num_output_tokens for item in sequences]
         self._scored = scored
         self._scores = scores
@@ -168,7 +167,7 @@ class PendingTokens:
                 results[row] = token
         for row, value in enumerate(best.tolist()):
             if not math.isfinite(value) or _has_nan(results[row]):
-                results[row] = _error(self.sequences[row], self._positions[row], value)
+                results[row] = _error(self._sequences[row], self._positions[row], value)
         for row, error in self._errors.items():
             results[row] = error
         return results
