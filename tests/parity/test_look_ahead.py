@@ -310,6 +310,28 @@ def test_the_device_fails_with_two_steps_in_flight(checkpoint: Path, moment: str
     assert run(late.engine).tokens("c") == expected.tokens("c")
 
 
+@pytest.mark.parametrize("is_faulty", [False, True])
+def test_a_step_in_flight_is_work_when_all_have_gone(checkpoint: Path, is_faulty: bool) -> None:
+    """One more step takes it in, and its fault ends nobody who comes later."""
+    late = late_engine(checkpoint)
+    item = request("a", PROMPT, max_tokens=8)
+    expected = run(engine(checkpoint), item)
+    late.engine.add(late.engine.prepare(item))
+    late.engine.step()
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    if is_faulty:
+        late.device.noted.appendleft(fail)
+        late.device.num_done -= 1
+    late.engine.abort("a", RequestError.cancelled())
+    assert late.engine.has_work
+    assert late.engine.step() == []
+    assert not late.engine.has_work
+    assert_same(run(late.engine, item), expected, item)
+
+
 def test_the_late_device_is_late() -> None:
     """What the other tests rest on: values come when an event is waited for, not before, and in order."""
     device = DeferredDevice()

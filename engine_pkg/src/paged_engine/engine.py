@@ -85,8 +85,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        return self.scheduler.has_work
+        """Whether a step would do anything, if only to take in one that is in flight, whose sequences may all have ended."""
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def prepare(self, request: GenerateRequest) -> PreparedRequest:
         """Tokenize and check a request, in any thread. Raises RequestError where it can never run."""
