@@ -10,7 +10,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent / "unit/attention"), str(HERE.parent / "parity")]
+sys.path[:0] = [str(HERE.parent / folder) for folder in ("unit/attention", "unit/sampling", "parity")]
 
 
 def why_not() -> str | None:

@@ -11,6 +11,7 @@ from tiny_models import save_tiny_model
 from paged_engine.config import EngineConfig
 from paged_engine.models import fuse
 from paged_engine.models.fuse import fuse_modules
+from paged_engine.models.fused_ops import FusedLayer
 from paged_engine.models.load import load_model
 
 SIZES = {
@@ -49,6 +50,8 @@ def test_every_operation_passes_its_trial(
         fused = fuse_modules(model, flashinfer)
     kinds = ("norms", "gated MLPs", "attention modules", "residual sums")
     assert tuple(fused.get(kind, 0) for kind in kinds) == counts
+    forwards = [module.forward for module in model.module.modules()]
+    assert all(each.next_norm is not None for each in forwards if isinstance(each, FusedLayer)), "joined"
 
 
 def test_the_trial_is_strict(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

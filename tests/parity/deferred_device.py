@@ -28,6 +28,7 @@ from paged_engine.generation import Output
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 _COPY = torch.ops.aten._to_copy.default
+_PUT = torch.ops.aten.index_put_.default
 
 
 @dataclass
@@ -48,6 +49,8 @@ class DeferredDevice(TorchDispatchMode):
         self.waits: list[str] = []
         """What has made the host wait, events aside."""
         self._memory: Any = WeakIdKeyDictionary()
+        self._numbers: Any = WeakIdKeyDictionary()
+        """Tensors that stand for numbers of Python, as in `tensor[index] = 0`: on a GPU these would lie on the host."""
 
     def note(self, work: Callable[[], None]) -> None:
         """Do it after all that was noted before."""
@@ -96,6 +99,8 @@ class DeferredDevice(TorchDispatchMode):
         is_upload = func is _COPY and kwargs.get("non_blocking")
         if not is_upload and any(tensor.device == CPU and tensor.dim() for tensor in tensors):
             self._wait(f"{func} with memory of the host")
+        if func is _PUT and args[2] in self._numbers:
+            self._wait(f"{func} of a number, which is copied to the device")
         try:
             result = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError):  # it depends on values
@@ -103,6 +108,8 @@ class DeferredDevice(TorchDispatchMode):
             with torch.inference_mode():
                 return _mapped(self._known, self._compute(func, inputs))
         made = [self._memory.setdefault(tensor, Memory()) for tensor in _tensors(result)]
+        if func is torch.ops.aten.scalar_tensor.default:
+            self._numbers[result] = True
 
         def work() -> None:
             for memory, value in zip(made, _tensors(self._compute(func, inputs)), strict=True):

@@ -59,6 +59,13 @@ def late_engine(checkpoint: Path, **parameters: Any) -> Late:
     return Late(target, device, launches)
 
 
+def plain_engine(checkpoint: Path, **parameters: Any) -> Engine:
+    """One on such a device that does not look ahead."""
+    target = engine(checkpoint, look_ahead=False, **parameters)
+    defer(target)
+    return target
+
+
 def assert_same(got: Answers, expected: Answers, item: GenerateRequest) -> None:
     name = item.request_id
     for index in range(item.sampling.n):
@@ -78,8 +85,15 @@ def assert_same(got: Answers, expected: Answers, item: GenerateRequest) -> None:
         {"temperature": 1, "seed": 3},
         {"temperature": 1, "seed": 3, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
         {"temperature": 1, "seed": 3, "top_k": 200},
+        {"temperature": 1, "seed": 3, "top_p": 0.8},
+        {"temperature": 1, "seed": 3, "min_p": 0.05},
+        {"temperature": 1, "seed": 3, "top_p": 0.8, "min_p": 0.01},
         {"logit_bias": {40: 3.0}, "min_tokens": 20, "ignore_eos": False},
         {"allowed_token_ids": [40, 50, 60, 70]},
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5, "temperature": 1, "seed": 5},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.7, "presence_penalty": -0.5, "n": 2},
         {"logprobs": 3, "prompt_logprobs": 2},
         {"stop": ["never said"]},
         {"n": 3, "temperature": 1, "seed": 9},
@@ -90,7 +104,7 @@ def test_the_host_waits_for_nothing(checkpoint: Path, controls: dict[str, Any]) 
     """Each step but the first is launched while another one is in flight, and no launch waits."""
     late = late_engine(checkpoint)
     items = [request(f"r{i}", PROMPT[i:], **controls) for i in range(3)]
-    got, expected = run(late.engine, *items, stagger=2), run(engine(checkpoint), *items, stagger=2)
+    got, expected = run(late.engine, *items, stagger=2), run(plain_engine(checkpoint), *items, stagger=2)
     for item in items:
         assert_same(got, expected, item)
         assert got.prompt_logprobs(item.request_id) == expected.prompt_logprobs(item.request_id)
@@ -103,9 +117,6 @@ def test_the_host_waits_for_nothing(checkpoint: Path, controls: dict[str, Any]) 
     "controls",
     [
         {"structured_outputs": {"regex": "[ab]{30}"}},
-        {"repetition_penalty": 1.3},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": -0.5},
         {"bad_words": ["ab"]},
     ],
     ids=str,
@@ -122,19 +133,6 @@ def test_controls_that_need_the_tokens_get_them(checkpoint: Path, controls: dict
     assert late.device.waits == []
 
 
-@pytest.mark.parametrize("controls", [{"top_p": 0.8}, {"min_p": 0.05}], ids=str)
-def test_a_step_whose_choice_has_waited_is_over_at_once(checkpoint: Path, controls: dict[str, Any]) -> None:
-    late = late_engine(checkpoint)
-    item = request("a", PROMPT, temperature=1, seed=1, max_tokens=12, **controls)
-    late.engine.add(late.engine.prepare(item))
-    answers = Answers()
-    for number in range(1, 13):
-        answers.take(late.engine.step())
-        assert len(answers.tokens("a")) == number
-    assert not late.engine.has_work
-    assert_same(answers, run(engine(checkpoint), item), item)
-
-
 def test_any_mixture_is_what_each_is_alone(checkpoint: Path) -> None:
     """Greedy, drawn, guided, penalised, n > 1, with stops; over a pool that preempts, with hits of the prefix cache."""
     late = late_engine(checkpoint, num_pages=36)
@@ -145,7 +143,7 @@ def test_any_mixture_is_what_each_is_alone(checkpoint: Path) -> None:
     items = [*random_requests(seed=21, count=14, longest=90), *guided]
     random.Random(3).shuffle(items)
     got = run(late.engine, *items, stagger=2)
-    solo = engine(checkpoint, enable_prefix_caching=False)
+    solo = plain_engine(checkpoint, enable_prefix_caching=False)
     for item in items:
         assert_same(got, run(solo, item), item)
     statistics = late.engine.statistics()
@@ -180,10 +178,10 @@ def test_it_ends_where_it_should(checkpoint: Path, by: str, num_tokens: int) -> 
     for item in items:
         assert_same(got, expected, item)
     assert got.ending("a") is (FinishReason.LENGTH if by == "max_tokens" else FinishReason.STOP)
-    plain_engine = engine(checkpoint)
-    run(plain_engine, *items)
+    ordinary = engine(checkpoint)
+    run(ordinary, *items)
     # The token computed beyond the end may have completed a page.
-    counted = [replace(target.statistics(), num_pages_cached=0) for target in (late.engine, plain_engine)]
+    counted = [replace(target.statistics(), num_pages_cached=0) for target in (late.engine, ordinary)]
     assert counted[0] == counted[1]
 
 
@@ -312,6 +310,29 @@ def test_the_device_fails_with_two_steps_in_flight(checkpoint: Path, moment: str
     assert run(late.engine).tokens("c") == expected.tokens("c")
 
 
+@pytest.mark.parametrize("is_faulty", [False, True])
+def test_a_step_in_flight_is_work_when_all_have_gone(checkpoint: Path, is_faulty: bool) -> None:
+    """One more step takes it in, and its fault ends nobody who comes later."""
+    late = late_engine(checkpoint)
+    item = request("a", PROMPT, max_tokens=8)
+    expected = run(engine(checkpoint), item)
+    late.engine.add(late.engine.prepare(item))
+    late.engine.step()
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    if is_faulty:
+        late.device.noted.appendleft(fail)
+        late.device.num_done -= 1
+    late.engine.abort("a", RequestError.cancelled())
+    had_work = [late.engine.has_work]
+    assert late.engine.step() == []
+    had_work.append(late.engine.has_work)
+    assert had_work == [True, False]
+    assert_same(run(late.engine, item), expected, item)
+
+
 def test_the_late_device_is_late() -> None:
     """What the other tests rest on: values come when an event is waited for, not before, and in order."""
     device = DeferredDevice()
@@ -329,4 +350,12 @@ def test_the_late_device_is_late() -> None:
     with device:
         assert values.cpu().tolist() == [2.0, 3.0]
         assert values[torch.tensor([1])].shape == (1,)
-    assert [wait.split()[0] for wait in device.waits] == ["a", "aten.index.Tensor"]
+        places = torch.tensor([0]).to("meta", non_blocking=True)
+        values[places] = values.new_full((), 5)
+        values[:1] = 6
+        values.masked_fill_(values > 5, 7)
+        assert len(device.waits) == 2
+        values[places] = 8
+        assert values.cpu().tolist() == [8.0, 3.0]
+    waits = ["a", "aten.index.Tensor", "aten.index_put_.default", "a"]
+    assert [wait.split()[0] for wait in device.waits] == waits

@@ -53,11 +53,6 @@ class _Step:
     plan: StepPlan
     launched: LaunchedStep | RequestError
 
-    @property
-    def has_waited(self) -> bool:
-        """Whether its tokens are there already, the host having had to wait for them."""
-        return isinstance(self.launched, LaunchedStep) and self.launched.has_waited
-
 
 class Engine:
     """In-flight batching over a paged KV cache, one step at a time."""
@@ -90,8 +85,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        return self.scheduler.has_work
+        """Whether a step would do anything, if only to take in one that is in flight, whose sequences may all have ended."""
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def prepare(self, request: GenerateRequest) -> PreparedRequest:
         """Tokenize and check a request, in any thread. Raises RequestError where it can never run."""
@@ -134,8 +129,7 @@ class Engine:
         outputs: list[Output] = []
         if self._in_flight and not self._may_be_followed(self._in_flight[-1]):
             outputs += self._collect()
-        has_launched = self._launch()
-        is_left = has_launched and self._looks_ahead and not self._in_flight[-1].has_waited
+        is_left = self._launch() and self._looks_ahead
         while len(self._in_flight) > is_left:
             outputs += self._collect()
         return outputs

@@ -73,6 +73,7 @@ def _load(config: EngineConfig) -> Engine:
             model, backend, page_size=config.page_size, max_batch_size=config.max_batch_size
         )
     runner = ModelRunner(model, backend, graphs, _graft(config, model, backend))
+    sampler = _make_sampler(model, backend)
     cache = create_kv_cache(
         config,
         backend,
@@ -112,7 +113,7 @@ def _load(config: EngineConfig) -> Engine:
             effective, PagePool(cache.num_pages, config.page_size, config.enable_prefix_caching)
         ),
         runner=runner,
-        sampler=Sampler(model.vocab_size),
+        sampler=sampler,
     )
 
 
@@ -150,6 +151,18 @@ def _graft(config: EngineConfig, model: LoadedModel, backend: AttentionBackend) 
             "and only in linear layers that they take"
         )
     return grafted
+
+
+def _make_sampler(model: LoadedModel, backend: AttentionBackend) -> Sampler:
+    """One that draws with FlashInfer's kernels where its attention is used and they can be, too."""
+    if backend.name == "flashinfer":
+        from paged_engine.attention.flashinfer import FlashInferAttention
+        from paged_engine.execution.flashinfer_draw import load_flashinfer_draw
+
+        assert isinstance(backend, FlashInferAttention), "the name says so"
+        if draw := load_flashinfer_draw(backend.library, model.vocab_size, model.device):
+            return Sampler(model.vocab_size, draw)
+    return Sampler(model.vocab_size)
 
 
 def _sampling_defaults(generation_config: GenerationConfig) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from flashinfer_ops import (
     rmsnorm,
     silu_and_mul,
 )
+from flashinfer_sampling import top_k_top_p_sampling_from_probs, top_p_sampling_from_probs
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -33,6 +34,8 @@ __all__ = [
     "gemma_rmsnorm",
     "rmsnorm",
     "silu_and_mul",
+    "top_k_top_p_sampling_from_probs",
+    "top_p_sampling_from_probs",
 ]
 
 HEAD_DIMS = (64, 128, 256, 512)

@@ -14,11 +14,13 @@ from typing import Any
 
 import flashinfer_double
 import pytest
+import torch
 from attention_suite import Case, PagedRun
 from hand_built import load_tiny
 from tiny_models import save_tiny_model
 
 from paged_engine.attention.flashinfer import FlashInferAttention
+from paged_engine.execution.flashinfer_draw import load_flashinfer_draw
 from paged_engine.models.fuse import fuse_modules
 
 VERSIONS = ("0.6.0", "0.6.18.post1", "0.7.0", "0.7.4")
@@ -36,6 +38,8 @@ SOURCES = {
     "gelu_tanh_and_mul": ("flashinfer/activation.py",),
     "gelu_and_mul": ("flashinfer/activation.py",),
     "apply_rope_with_cos_sin_cache_inplace": ("flashinfer/rope.py",),
+    "top_p_sampling_from_probs": ("flashinfer/sampling.py",),
+    "top_k_top_p_sampling_from_probs": ("flashinfer/sampling.py",),
 }
 """Where a function or class is, in the newest or in older releases."""
 PLAN_BEHIND_PLAN = "_plan_impl"
@@ -67,8 +71,9 @@ class Recording:
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
-    """Every kind of call: mixed and decode steps, eager and captured, with and without sinks; and all fused operations."""
+    """Every kind of call: mixed and decode steps, eager and captured, with and without sinks; fused operations; sampling."""
     made: list[Call] = []
+    assert load_flashinfer_draw(Recording(flashinfer_double, made), 50, torch.device("cpu")) is not None
     for name, overrides in (
         ("llama", {"hidden_act": "silu"}),
         ("llama", {"hidden_act": "gelu"}),
@@ -145,11 +150,12 @@ def test_the_kernels_to_compile_ahead(tmp_path: Path) -> None:
     }
     result = subprocess.run(command, env={**os.environ, **machine}, capture_output=True, text=True)
     names = result.stdout.split()
-    assert len(names) == len(set(names)) == 6 + 2 * (2 + 4), result.stderr
+    assert len(names) == len(set(names)) == 7 + 2 * (2 + 4), result.stderr
     for beginning, number in {
         "page": 1,
         "norm": 1,
         "rope": 1,
+        "sampling": 1,
         "silu_and_mul": 1,
         "gelu_tanh_and_mul": 1,
         "gelu_and_mul": 1,

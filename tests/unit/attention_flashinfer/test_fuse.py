@@ -217,6 +217,50 @@ def test_a_model_that_keeps_its_layers_inputs_is_left_alone(
         assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize(("name", "prefix"), [("llama", ""), ("gemma", "gemma_"), ("mixtral", "")])
+def test_layers_are_joined(name: str, prefix: str, tmp_path: Path) -> None:
+    """Every sum is in one kernel with the norm behind it, the last layer's too: only the first norm has none before it."""
+    called: list[str] = []
+
+    def recording(function: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            called.append(function)
+            return getattr(flashinfer_double, function)(*arguments)
+
+        return call
+
+    names = ("rmsnorm", "fused_add_rmsnorm", "gemma_rmsnorm", "gemma_fused_add_rmsnorm")
+    model = model_of(name, tmp_path)
+    fuse_modules(model, library(**{function: recording(function) for function in names}))
+    built = HandBuilt(model, page_size=4, backend_name="torch")
+    called.clear()
+    built.step((built.sequence([5, 6, 7]), 3))
+    assert called == [f"{prefix}rmsnorm"] + [f"{prefix}fused_add_rmsnorm"] * 4
+
+
+@pytest.mark.parametrize("change", ["in place", "anew"])
+def test_layers_between_which_something_happens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    """Changed in place, a sum is still the tensor whose norm was found ahead: such layers are parted again, and stay fused."""
+    model = model_of("llama", tmp_path)
+    first = model.module.model.layers[0]
+
+    def triple_a_half(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        changed = output if change == "in place" else output.clone()
+        changed[..., ::2] *= 3
+        return changed
+
+    first.register_forward_hook(triple_a_half)
+    before = steps(model)
+    with caplog.at_level(logging.INFO):
+        assert tuple(fuse_modules(model, flashinfer_double).values()) == (5, 2, 2, 2)
+    assert ("the model with its layers joined differed" in caplog.text) == (change == "in place")
+    assert (first.forward.next_norm is None) == (change == "in place")
+    for got, expected in zip(steps(model), before, strict=True):
+        torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.parametrize("graft", [True, False])
 def test_the_parameter_graft_switches_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graft: bool

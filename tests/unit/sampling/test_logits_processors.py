@@ -90,6 +90,50 @@ def test_frequency_and_presence_penalties_count_the_output_only() -> None:
     torch.testing.assert_close(processed(logits, [sequence]), expected, rtol=1e-6, atol=1e-6)
 
 
+class Pending:
+    """The last tokens of some sequences, as they are while only the device knows them; each sequence forgets its own."""
+
+    def __init__(self, *sequences: Sequence) -> None:
+        self.row_of = {item: row for row, item in enumerate(sequences)}
+        self.tokens = torch.tensor([item.token_ids.pop() for item in sequences])
+        for item in sequences:
+            item.num_pending = 1
+
+
+@pytest.mark.parametrize(
+    "controls",
+    [
+        {"repetition_penalty": 1.3},
+        {"frequency_penalty": 0.7},
+        {"presence_penalty": -1.3},
+        {"repetition_penalty": 0.8, "frequency_penalty": -0.3, "presence_penalty": 0.1},
+    ],
+    ids=str,
+)
+def test_a_pending_token_counts_to_the_last_bit_as_if_it_were_known(controls: dict[str, float]) -> None:
+    """Whether it is new, in the prompt, or in the output once or several times; beside rows that have none."""
+    histories = [
+        ([1, 5], [9]),
+        ([1, 5], [7, 5]),
+        ([1], [7, 8, 7, 7]),
+        ([3], [4, 5, 4, 6]),
+        ([8, 9], []),
+        ([2], [6, 6]),
+    ]
+    logits = random_rows(len(histories), seed=4)
+    expected, pending = (
+        [make_sequence(VOCAB_SIZE, prompt, output, **controls) for prompt, output in histories]
+        for _ in range(2)
+    )
+    others = [pending[3], pending[0], pending[5], pending[1], pending[2]]  # in another order than the rows
+    changed = logits.clone()
+    apply_penalties(changed, pending, Pending(*others))
+    assert torch.equal(changed, processed(logits, expected))
+    for item in others:
+        item.num_pending = 0
+    assert not torch.equal(changed[0], processed(logits, pending)[0]), "a new token's penalty shows"
+
+
 def test_bias_comes_before_the_repetition_penalty_and_that_before_the_others() -> None:
     logits = torch.full((1, VOCAB_SIZE), -1.0)
     sequence = make_sequence(

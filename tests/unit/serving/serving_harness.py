@@ -108,11 +108,13 @@ class AlphabetModel:
     def needs_history(self, sequence: Any) -> bool:
         return False
 
-    def launch(self, logits: torch.Tensor, sequences: Sequence[Any]) -> Any:
+    def launch(self, logits: torch.Tensor, sequences: Sequence[Any], pending: Any = None) -> Any:
         tokens = [self._next_token(sequence) for sequence in sequences]
         token_ids = torch.tensor([token.token_id for token in tokens], dtype=torch.int64)
         return SimpleNamespace(
-            sequences=list(sequences), tokens=token_ids, has_waited=False, result=lambda: tokens
+            row_of={item: row for row, item in enumerate(sequences)},
+            tokens=token_ids,
+            result=lambda: tokens,
         )
 
     def _next_token(self, sequence: Any) -> SampledToken:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import pytest
-from serving_harness import ALPHABET, MemoryResponder, Serve, wait_until
+from serving_harness import ALPHABET, WAIT_S, MemoryResponder, Serve, ServedModel, wait_until
 
 
 def test_a_fault_in_tokenizing_ends_one_request(serve: Serve) -> None:
@@ -41,6 +43,102 @@ def test_a_fault_in_the_scheduler_ends_those_in_the_engine_and_the_loop_goes_on(
     assert served.ask().wait().error == "INTERNAL: the step failed: ZeroDivisionError: scheduler"
     assert served.service.is_ready()
     assert served.ask().wait().text == ALPHABET
+    served.assert_clean()
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_a_fault_outside_the_model_beside_a_stream(serve: Serve, look_ahead: bool) -> None:
+    """A step may be in flight then."""
+    served = serve(look_ahead=look_ahead, faults=True)
+    served.model.pause_after(2)
+    running = served.ask(stream=True)
+    wait_until(lambda: not served.model.may_step.is_set())
+    failing = served.ask("[[fault:step]]")
+    served.model.go_on()
+    assert failing.wait().error == "INTERNAL: the step failed: Fault: step"
+    assert running.wait().error in (None, "INTERNAL: the step failed: Fault: step")
+    assert served.service.is_ready()
+    assert served.ask().wait().text == ALPHABET
+    served.assert_clean()
+
+
+def test_a_scheduler_that_fails_behind_a_step_in_flight(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(look_ahead=True)
+    plan = served.engine.scheduler.plan
+    faults = [ZeroDivisionError("scheduler")]
+
+    def failing_once() -> Any:
+        return plan() if not served.engine._in_flight or not faults else raise_(faults.pop())
+
+    monkeypatch.setattr(served.engine.scheduler, "plan", failing_once)
+    assert served.ask().wait().error == "INTERNAL: the step failed: ZeroDivisionError: scheduler"
+    assert served.service.is_ready()
+    assert served.ask().wait().text == ALPHABET
+    served.assert_clean()
+
+
+def let_results_come_late(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, when_nobody_waits: Callable[[], object]
+) -> None:
+    """Look ahead over a model whose results do this first where all requests have gone."""
+    launch = served.model.launch
+
+    def late(*arguments: Any) -> Any:
+        launched = launch(*arguments)
+        result = launched.result
+
+        def late_result() -> Any:
+            if not served.engine._generations:
+                when_nobody_waits()
+            return result()
+
+        launched.result = late_result
+        return launched
+
+    monkeypatch.setattr(served.model, "launch", late)
+
+
+def cancelled_in_flight(served: ServedModel) -> None:
+    """A stream that its client leaves while a step is in flight."""
+    served.model.pause_after(3)
+    leaving = served.ask(stream=True)
+    wait_until(lambda: len(leaving.responses) > 0)
+    leaving.is_cancelled = True
+    served.model.go_on()
+    leaving.wait()
+
+
+def test_a_fault_of_a_step_that_nobody_waits_for_is_nobodys(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is taken in at once, not with the next request."""
+    served = serve(look_ahead=True)
+    faults: list[str] = []
+
+    def fail() -> NoReturn:
+        faults.append("CUDA error")
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    let_results_come_late(served, monkeypatch, fail)
+    cancelled_in_flight(served)
+    wait_until(lambda: faults == ["CUDA error"])
+    served.assert_clean()
+    assert served.ask(max_tokens=3).wait().text == "abc"
+    assert served.service.is_ready()
+
+
+def test_a_step_that_hangs_when_all_have_gone_is_noticed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(look_ahead=True, wedged_after_s=0.3)
+    goes_on = threading.Event()
+    let_results_come_late(served, monkeypatch, lambda: goes_on.wait(WAIT_S))
+    cancelled_in_flight(served)
+    wait_until(lambda: not served.service.is_ready())
+    goes_on.set()
+    wait_until(served.service.is_ready)
     served.assert_clean()
 
 

@@ -35,7 +35,7 @@ class _NotLoaded:
 
 def needed_modules(dtypes: Sequence[str], head_dims: Sequence[int], float8_cache: bool) -> list[Any]:
     """The FlashInfer modules that models of these dtypes and head sizes need, with and without windows and soft caps; and
-    those of the fused operations, which hold all sizes.
+    those of the fused operations and of sampling, which hold all sizes.
 
     Args:
         dtypes: of models, names of torch dtypes.
@@ -51,11 +51,13 @@ def needed_modules(dtypes: Sequence[str], head_dims: Sequence[int], float8_cache
     from flashinfer.page import get_page_module
     from flashinfer.prefill import get_batch_prefill_module
     from flashinfer.rope import get_rope_module
+    from flashinfer.sampling import get_sampling_module
 
     with _collecting() as modules:
         get_page_module()
         get_norm_module()
         get_rope_module()
+        get_sampling_module()
         for activation in ("silu", "gelu_tanh", "gelu"):
             get_act_and_mul_module(activation)
         for name, head_dim, window, soft_cap in itertools.product(

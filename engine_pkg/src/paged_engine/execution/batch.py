@@ -125,11 +125,10 @@ def _fed(
     plan: StepPlan, query_starts: NDArray[np.int32], pending: PendingTokens | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The rows whose token is pending, and the rows of `pending` where it will be. It is the last of its range."""
-    row_of = {} if pending is None else {item: row for row, item in enumerate(pending.sequences)}
     fed = [
-        (query_starts[i + 1] - 1, row_of[item.sequence])
+        (query_starts[i + 1] - 1, pending.row_of[item.sequence])
         for i, item in enumerate(plan.ranges)
-        if item.end > len(item.sequence.token_ids)
+        if pending is not None and item.end > len(item.sequence.token_ids)
     ]
     rows, tokens = np.array(fed, np.int64).reshape(-1, 2).T
     return rows, tokens

@@ -43,15 +43,11 @@ class LaunchedStep:
         """The sequences that get a token each."""
         scoring = [item for item in plan.ranges if item.scored]
         self._scoring = [item.sequence for item in scoring]
-        batch = build_batch(plan, page_size, runner.device, None if previous is None else previous.tokens)
+        pending = None if previous is None else previous.tokens
+        batch = build_batch(plan, page_size, runner.device, pending)
         logits = runner.execute(batch)
         self._scores = PendingPromptScores(logits[batch.num_samples :], scoring)
-        self.tokens: PendingTokens = sampler.launch(logits[: batch.num_samples], self.sampling)
-
-    @property
-    def has_waited(self) -> bool:
-        """Whether the host had to wait for the device, so that nothing is left to wait for."""
-        return self.tokens.has_waited
+        self.tokens: PendingTokens = sampler.launch(logits[: batch.num_samples], self.sampling, pending)
 
     def result(
         self,

@@ -1,4 +1,4 @@
-"""Sampler: turns the logits of a step into one token per sequence, without waiting for the device where that is not needed.
+"""Sampler: turns the logits of a step into one token per sequence, without waiting for the device.
 
 The steps, in vLLM's order (vllm/v1/sample/sampler.py): log-probabilities of the raw logits; grammars; allowed tokens, bad words,
 min_tokens and logit_bias; repetition, frequency and presence penalties; then the most likely token for greedy rows, and
@@ -6,12 +6,14 @@ temperature, min-p, top-k and top-p for the others.
 
 A row's token depends on its logits and its sequence alone. The sampler keeps no state between steps: random numbers are a
 function of the sequence's seed and of how many tokens it has generated, penalties of its tokens. So a sequence's result is the
-same in any batch, in any slot, and after any preemption.
+same in any batch, in any slot, and after any preemption. Only where its request gave no seed, so that nobody can tell, kernels
+may draw whose random numbers depend on the batch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -21,11 +23,10 @@ from paged_engine.execution.logits_processors import (
     apply_constraints,
     apply_grammars,
     apply_penalties,
-    has_penalties,
 )
 from paged_engine.execution.logprobs import PendingScores, SampledToken, TokenLogprob
 from paged_engine.execution.random_stream import RandomStreams
-from paged_engine.execution.token_choice import RandomControls, draw, most_likely, waits_for_device
+from paged_engine.execution.token_choice import RandomControls, draw, most_likely
 from paged_engine.execution.transfer import HostCopies, to_device
 from paged_engine.request import SamplingParams
 from paged_engine.scheduling.sequence import Sequence
@@ -38,23 +39,32 @@ _MAX_TEMPERATURE = 1e30
 """Above this all tokens are equally likely in float32 anyway; it keeps 1 / temperature from becoming zero."""
 
 
+Draw = Callable[[torch.Tensor, RandomControls], torch.Tensor]
+"""(logits, controls of the same rows) -> tokens, as token_choice.draw."""
+
+
 class Sampler:
     """Chooses tokens for the sequences of a step."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, draw_unseeded: Draw = draw) -> None:
         """
         Args:
             vocab_size: the width of the logits.
+            draw_unseeded: draws for requests that gave no seed.
         """
         self.vocab_size = vocab_size
+        self._draw_unseeded = draw_unseeded
 
     @torch.inference_mode()
-    def launch(self, logits: torch.Tensor, sequences: list[Sequence]) -> PendingTokens:
+    def launch(
+        self, logits: torch.Tensor, sequences: list[Sequence], pending: PendingTokens | None = None
+    ) -> PendingTokens:
         """Have the device choose the next token of each sequence.
 
         Args:
             logits: float32 [len(sequences), vocab_size], contiguous; overwritten.
             sequences: one per row, before the new token counts.
+            pending: where the pending tokens of the sequences are.
         """
         scored = [row for row, item in enumerate(sequences) if item.sampling.logprobs is not None]
         logprobs = scored_rows = None
@@ -64,52 +74,53 @@ class Sampler:
             logprobs = raw.log_softmax(dim=-1)
         errors = apply_grammars(logits, sequences)
         apply_constraints(logits, sequences)
-        apply_penalties(logits, sequences)
+        apply_penalties(logits, sequences, pending)
         tokens, best = self._choose(logits, sequences)
         scores = None
         if logprobs is not None:
             num_top = [sequences[row].sampling.logprobs or 0 for row in scored]
             scores = PendingScores(logprobs, tokens[scored_rows], num_top)
-        return PendingTokens(
-            sequences, tokens, best, scored, scores, errors, any(map(self._waits_for_device, sequences))
-        )
+        return PendingTokens(sequences, tokens, best, scored, scores, errors)
 
     def needs_history(self, sequence: Sequence) -> bool:
         """Whether what a sequence has generated decides on the host what may come next: then no token of it may be pending."""
         constraints = sequence.constraints
-        return (
-            sequence.grammar is not None
-            or has_penalties(sequence.sampling)
-            or (constraints is not None and len(constraints.banned_after) > 0)
-        )
+        return sequence.grammar is not None or (constraints is not None and len(constraints.banned_after) > 0)
 
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken | RequestError]:
         """Choose the next token of each sequence and wait for it; see `launch` and `PendingTokens.result`."""
         return self.launch(logits, sequences).result()
 
-    def _waits_for_device(self, sequence: Sequence) -> bool:
-        sampling = sequence.sampling
-        return not _is_greedy(sampling) and waits_for_device(
-            sampling.top_k, sampling.top_p, sampling.min_p, self.vocab_size
-        )
-
     def _choose(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [rows], and float32 [rows], each row's largest logit: where that is not finite the token means nothing."""
-        is_greedy = np.array([_is_greedy(item.sampling) for item in sequences], bool)
-        if is_greedy.all():
+        rows_of: dict[Draw | None, list[int]] = {}
+        for row, item in enumerate(sequences):
+            rows_of.setdefault(self._draw_of(item.sampling), []).append(row)
+        if not any(rows_of):
             tokens = most_likely(logits)
             return tokens, logits.gather(1, tokens[:, None])[:, 0]
         best = logits.amax(dim=-1)
-        controls = _random_controls(
-            [item for item, greedy in zip(sequences, is_greedy, strict=True) if not greedy], self.vocab_size
-        )
-        if not is_greedy.any():
-            return draw(logits, controls), best
+        if len(rows_of) == 1:
+            (chooser,) = rows_of
+            return self._choose_by(chooser, logits, sequences), best
         tokens = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
-        greedy, random = to_device(logits.device, np.flatnonzero(is_greedy), np.flatnonzero(~is_greedy))
-        tokens[greedy] = most_likely(logits[greedy])
-        tokens[random] = draw(logits[random], controls)
+        on_device = to_device(logits.device, *map(np.array, rows_of.values()))
+        for (chooser, rows), index in zip(rows_of.items(), on_device, strict=True):
+            tokens[index] = self._choose_by(chooser, logits[index], [sequences[row] for row in rows])
         return tokens, best
+
+    def _choose_by(
+        self, chooser: Draw | None, logits: torch.Tensor, sequences: list[Sequence]
+    ) -> torch.Tensor:
+        if chooser is None:
+            return most_likely(logits)
+        return chooser(logits, _random_controls(sequences, self.vocab_size))
+
+    def _draw_of(self, sampling: SamplingParams) -> Draw | None:
+        """What draws for such a request; None where the most likely token is chosen."""
+        if sampling.temperature < GREEDY_TEMPERATURE or sampling.top_k == 1:
+            return None
+        return self._draw_unseeded if sampling.seed is None else draw
 
 
 class PendingTokens:
@@ -123,7 +134,6 @@ class PendingTokens:
         scored: list[int],
         scores: PendingScores | None,
         errors: dict[int, RequestError],
-        has_waited: bool,
     ) -> None:
         """
         Args:
@@ -133,11 +143,10 @@ class PendingTokens:
             scored: the rows whose sequences asked for logprobs.
             scores: those of the scored rows.
             errors: by row, what is known already to have gone wrong.
-            has_waited: whether the host had to wait for the device to choose them.
         """
-        self.sequences = sequences
         self.tokens = tokens
-        self.has_waited = has_waited
+        self.row_of = {sequence: row for row, sequence in enumerate(sequences)}
+        self._sequences = sequences
         self._positions = [item.num_output_tokens for item in sequences]
         self._scored = scored
         self._scores = scores
@@ -158,14 +167,10 @@ class PendingTokens:
                 results[row] = token
         for row, value in enumerate(best.tolist()):
             if not math.isfinite(value) or _has_nan(results[row]):
-                results[row] = _error(self.sequences[row], self._positions[row], value)
+                results[row] = _error(self._sequences[row], self._positions[row], value)
         for row, error in self._errors.items():
             results[row] = error
         return results
-
-
-def _is_greedy(sampling: SamplingParams) -> bool:
-    return sampling.temperature < GREEDY_TEMPERATURE or sampling.top_k == 1
 
 
 def _random_controls(sequences: list[Sequence], vocab_size: int) -> RandomControls:

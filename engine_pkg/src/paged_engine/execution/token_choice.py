@@ -10,10 +10,12 @@ drawn in order of their weight. Where only top-p filters, a token is drawn from 
 weigh less than top_p; otherwise it and all after it are out, and the next is drawn from the tokens before it. The first try
 succeeds with a probability of at least top_p, and what comes out has exactly the filtered distribution.
 
-Rows are independent down to the rounding: sums run along one row, in an order that no other row and no number of threads
-changes, so that a row's choice is the same alone and in any batch.
+A GPU is not asked what it has computed, since that is to wait for it: where top-k does not say how many tokens are enough, it
+sorts the whole row.
 
-On a GPU, what takes a look at intermediate results waits for the device. `waits_for_device` tells for which controls that is so.
+Rows are independent down to the rounding: sums run along one row, in an order that no other row and no number of threads
+changes, so that a row's choice is the same alone and in any batch. On a GPU a seed may bring another token than on a CPU where
+top-p is the only filter, as the two draw in another order.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ _BLOCK_SIZE = 256
 _CPU_CHUNK_SIZE = 1 << 21
 """Weights computed at once on a CPU: larger tensors are mapped anew by the C library each time, which costs more than the
 arithmetic."""
+_SORTED_CHUNK_SIZE = 1 << 22
+"""Tokens of whole rows that a GPU sorts at once, which takes some 60 bytes of its memory for each."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +87,6 @@ class _Controls:
     """float64 in [0, 1)."""
 
 
-def waits_for_device(top_k: int, top_p: float, min_p: float, vocab_size: int) -> bool:
-    """Whether drawing a row with these controls takes decisions of the host about what the device has computed.
-
-    A temperature alone does not, nor does top_k, whatever else filters: it says how many candidates are enough.
-    """
-    return not 0 < top_k < vocab_size and (top_p < 1 or min_p > 0)
-
-
 def most_likely(logits: torch.Tensor) -> torch.Tensor:
     """int64 [rows]: where each row's largest logit stands, the lowest id of equals; a NaN counts as largest.
 
@@ -123,6 +119,14 @@ def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, 
     return values, token_ids.gather(1, order)
 
 
+def relative_weights(
+    logits: torch.Tensor, inverse_temperature: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """exp((logit - best) / temperature), best being the row's largest logit: float32 like `logits`, from 0 to 1."""
+    best = logits.amax(dim=-1, keepdim=True)
+    return torch.sub(logits, best, out=out).mul_(inverse_temperature[:, None]).exp_()
+
+
 def draw(
     logits: torch.Tensor, controls: RandomControls, candidate_counts: tuple[int, ...] = CANDIDATE_COUNTS
 ) -> torch.Tensor:
@@ -139,7 +143,9 @@ def draw(
     vocab_size = logits.shape[1]
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     bounded = (controls.top_k < vocab_size) | (controls.min_p > 0)
-    for rows in _chunks(np.flatnonzero(~bounded), logits):
+    if not _may_look(logits):
+        bounded |= controls.top_p < 1
+    for rows in _chunks(np.flatnonzero(~bounded), vocab_size, _CPU_CHUNK_SIZE if _may_look(logits) else None):
         drawn = _draw_from_whole_rows(_select(logits, rows), controls.select(rows))
         _put(token_ids, rows, drawn)
     rows = np.flatnonzero(bounded)
@@ -147,6 +153,11 @@ def draw(
         counts = (*(count for count in candidate_counts if count < vocab_size), vocab_size)
         _put(token_ids, rows, _draw_from_candidates(_select(logits, rows), controls.select(rows), counts))
     return token_ids
+
+
+def _may_look(logits: torch.Tensor) -> bool:
+    """Whether the host may decide by what has been computed; on other devices it would have to wait for that."""
+    return logits.device.type == "cpu"
 
 
 def _draw_from_candidates(
@@ -160,18 +171,18 @@ def _draw_from_candidates(
     vocab_size = logits.shape[1]
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     remaining = np.ones(len(logits), bool)
+    may_look = _may_look(logits)
     for count in counts:
-        has_few = controls.top_k < count
-        rows = np.flatnonzero(remaining & (has_few | (controls.top_k >= vocab_size) | (count == vocab_size)))
-        if not len(rows):
-            continue
-        values, candidates = most_likely_tokens(_select(logits, rows), count)
-        on_device = controls.select(rows).on(logits.device)
-        weights, complete = _filter(values, on_device, vocab_size)
-        picked = _inverse_cumulative(weights.cumsum(dim=-1), on_device.uniforms)
-        _put(token_ids, rows, candidates.gather(1, picked[:, None])[:, 0])
-        is_certain = count == vocab_size or (logits.device.type != "cpu" and bool(has_few[rows].all()))
-        remaining[rows] = False if is_certain else ~complete.cpu().numpy()
+        is_whole = count == vocab_size
+        promising = (controls.top_k < count) | (may_look & (controls.top_k >= vocab_size)) | is_whole
+        most = None if may_look or not is_whole else _SORTED_CHUNK_SIZE
+        for rows in _chunks(np.flatnonzero(remaining & promising), vocab_size, most):
+            values, candidates = most_likely_tokens(_select(logits, rows), count)
+            on_device = controls.select(rows).on(logits.device)
+            weights, complete = _filter(values, on_device, vocab_size)
+            picked = _inverse_cumulative(weights.cumsum(dim=-1), on_device.uniforms)
+            _put(token_ids, rows, candidates.gather(1, picked[:, None])[:, 0])
+            remaining[rows] = ~complete.numpy() if may_look else False
     return token_ids
 
 
@@ -188,7 +199,7 @@ def _filter(values: torch.Tensor, controls: _Controls, vocab_size: int) -> tuple
         tokens that min-p and top-k keep: that is so when they removed the last candidate, or when there are no others.
     """
     count = values.shape[1]
-    weights = _weights(values, controls.inverse_temperature)
+    weights = relative_weights(values, controls.inverse_temperature)
     weights = weights.masked_fill(weights < controls.min_p[:, None], 0).double()
     kth = values.gather(1, (controls.top_k.clamp(max=count) - 1)[:, None])
     weights.masked_fill_((values < kth) & (controls.top_k < vocab_size)[:, None], 0)
@@ -202,7 +213,7 @@ def _filter(values: torch.Tensor, controls: _Controls, vocab_size: int) -> tuple
 
 
 def _draw_from_whole_rows(logits: torch.Tensor, controls: RandomControls) -> torch.Tensor:
-    """Draw where at most top-p filters; a token that top-p removes is drawn again from those before it."""
+    """Draw where at most top-p filters, and on a GPU nothing; a token that top-p removes is drawn again from those before it."""
     on_device = controls.on(logits.device)
     blocks = _weights_in_blocks(logits, on_device.inverse_temperature)
     token_ids = _draw_from_blocks(blocks, on_device.uniforms)
@@ -214,11 +225,11 @@ def _draw_from_whole_rows(logits: torch.Tensor, controls: RandomControls) -> tor
     attempt = 0
     while len(rows):
         blocks = _tokens_before(blocks, _select(token_ids, rows))
-        outside = (_mass(blocks) >= shares).nonzero()[:, 0].cpu().numpy()
+        outside = (_mass(blocks) >= shares).nonzero()[:, 0].numpy()
         blocks, shares, rows = _select(blocks, outside), _select(shares, outside), rows[outside]
         attempt += 1
         if len(rows):
-            (uniforms,) = to_device(blocks.device, controls.streams.select(rows).uniforms(attempt))
+            uniforms = torch.from_numpy(controls.streams.select(rows).uniforms(attempt))
             _put(token_ids, rows, _draw_from_blocks(blocks, uniforms))
     return token_ids
 
@@ -267,16 +278,8 @@ def _weights_in_blocks(logits: torch.Tensor, inverse_temperature: torch.Tensor) 
     num_blocks = -(-vocab_size // _BLOCK_SIZE)
     padded = logits.new_empty(num_rows, num_blocks * _BLOCK_SIZE)
     padded[:, vocab_size:] = 0
-    _weights(logits, inverse_temperature, out=padded[:, :vocab_size])
+    relative_weights(logits, inverse_temperature, out=padded[:, :vocab_size])
     return padded.view(num_rows, num_blocks, _BLOCK_SIZE)
-
-
-def _weights(
-    logits: torch.Tensor, inverse_temperature: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """exp((logit - best) / temperature), best being the row's largest logit: float32 like `logits`, from 0 to 1."""
-    best = logits.amax(dim=-1, keepdim=True)
-    return torch.sub(logits, best, out=out).mul_(inverse_temperature[:, None]).exp_()
 
 
 def _mass(blocks: torch.Tensor) -> torch.Tensor:
@@ -295,12 +298,10 @@ def _inverse_cumulative(cumulative: torch.Tensor, fractions: torch.Tensor) -> to
     return (cumulative > bound).to(torch.uint8).argmax(dim=-1)
 
 
-def _chunks(rows: NDArray[np.int64], logits: torch.Tensor) -> list[NDArray[np.int64]]:
-    """`rows` in parts, none of them empty, that a device computes at once."""
-    chunk_size = (
-        max(1, _CPU_CHUNK_SIZE // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(rows))
-    )
-    return [rows[start : start + chunk_size] for start in range(0, len(rows), chunk_size)]
+def _chunks(rows: NDArray[np.int64], vocab_size: int, most: int | None) -> list[NDArray[np.int64]]:
+    """`rows` in parts, none of them empty, of at most so many tokens (None: of any number), or of one row."""
+    size = len(rows) if most is None else most // vocab_size
+    return [rows[start : start + max(1, size)] for start in range(0, len(rows), max(1, size))]
 
 
 def _select(tensor: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:

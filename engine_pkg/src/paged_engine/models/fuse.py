@@ -81,22 +81,58 @@ class _Fuser:
             with trial_attention(self._model, mixture):
                 for kind, candidates in kinds:
                     self._replace(kind, candidates)
-            with trial_attention(self._model, own_value):
-                # The median: what is to be found is in all rows, and rounding errors of many layers can add up in one.
-                error = float(row_errors(run_model(self._model), before).median())
         except Exception as failure:  # a model's own code; it may well run in its real surroundings
             self.reasons.append(f"the trial of the model failed: {type(failure).__name__}: {failure}")
             self._undo()
             return
-        if not error <= _WHOLE_MODEL * self._tolerance:
-            self.reasons.append(f"the model as a whole differed by {error:.2g}")
+        if not self._is_the_same(before, "the model as a whole"):
             self._undo()
+            return
+        self._join_layers()
+        if not self._is_the_same(before, "the model with its layers joined"):
+            self._part_layers()
+
+    def _is_the_same(self, before: torch.Tensor, what: str) -> bool:
+        """Whether the model as it is now computes these logits; if not, that is a reason."""
+        try:
+            with trial_attention(self._model, own_value):
+                # The median: what is to be found is in all rows, and rounding errors of many layers can add up in one.
+                error = float(row_errors(run_model(self._model), before).median())
+        except Exception as failure:
+            self.reasons.append(f"the trial of {what} failed: {type(failure).__name__}: {failure}")
+            return False
+        if not error <= _WHOLE_MODEL * self._tolerance:
+            self.reasons.append(f"{what} differed by {error:.2g}")
+            return False
+        return True
 
     def _undo(self) -> None:
         for modules in self.replaced.values():
             for module in modules:
                 del module.forward
         self.replaced.clear()
+
+    def _join_layers(self) -> None:
+        """Let each fused layer compute the norm of its output, too: the next layer's first, or the one behind all layers."""
+        layers = self.replaced.get("residual sums", [])
+        inside = {module for layer in layers for module in layer.modules()}
+        behind: FusedLayer | None = None
+        for module in self._calls:  # in the order of their first calls
+            forward = module.forward
+            if isinstance(forward, FusedLayer):
+                norm = module.input_layernorm.forward  # type: ignore[union-attr]
+            elif isinstance(forward, FusedNorm) and module not in inside:
+                norm = forward
+            else:
+                continue
+            if behind is not None and isinstance(norm, FusedNorm):
+                behind.next_norm = norm
+            behind = forward if isinstance(forward, FusedLayer) else None
+
+    def _part_layers(self) -> None:
+        for layer in self.replaced.get("residual sums", []):
+            assert isinstance(layer.forward, FusedLayer), "the kind says so"
+            layer.forward.next_norm = None
 
     def _replace(self, kind: str, candidates: Callable[[nn.Module], Iterator[Fused]]) -> None:
         """Replace every module of a kind that one of its candidates computes the same as, with the nearest of them: beside

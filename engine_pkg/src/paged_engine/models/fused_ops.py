@@ -24,9 +24,14 @@ class FusedNorm:
         self._add_norm = library.gemma_fused_add_rmsnorm if one_is_added else library.fused_add_rmsnorm
         self._weight = weight
         self._epsilon = epsilon
+        self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None
+        """A sum, and its norm."""
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., size] in any shape; rows of heads that are cut out of wider rows are read in place, as [rows, heads, size]."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] is hidden_states:
+            return ahead[1]
         shape = hidden_states.shape
         rows = hidden_states if hidden_states.dim() == 3 and not hidden_states.is_contiguous() else None
         if rows is None:
@@ -42,6 +47,10 @@ class FusedNorm:
         size = residual.shape[-1]
         self._add_norm(addend.view(-1, size), residual.view(-1, size), self._weight, self._epsilon)
         return addend
+
+    def add_ahead(self, addend: torch.Tensor, residual: torch.Tensor) -> None:
+        """The same for whoever asks for the norm of this very `residual` next."""
+        self._ahead = residual, self.add(addend, residual)
 
 
 class MergedLinear:
@@ -168,15 +177,17 @@ class FusedAttention:
 
 
 class FusedLayer:
-    """A pre-norm decoder layer, whose first residual sum and the norm behind it are one kernel.
+    """A pre-norm decoder layer, whose residual sums and the norms behind them are one kernel each.
 
-    The sum is put where the layer's input was: nobody else may hold on to that.
+    The sums are put where the layer's input was: nobody else may hold on to that.
     """
 
     def __init__(self, layer: nn.Module, norm: FusedNorm) -> None:
         """`norm` is the layer's post_attention_layernorm."""
         self._layer = layer
         self._norm = norm
+        self.next_norm: FusedNorm | None = None
+        """What the model calls with the layer's output, where that is known: the next layer's first norm, or its last one."""
 
     def __call__(
         self, hidden_states: torch.Tensor, attention_mask: None = None, **keywords: Any
@@ -189,8 +200,10 @@ class FusedLayer:
         transformed = layer.mlp(self._norm.add(attended, hidden_states))
         if isinstance(transformed, tuple):  # experts give what their router thought as well
             transformed = transformed[0]
-        output: torch.Tensor = hidden_states + transformed
-        return output
+        if self.next_norm is None:
+            return hidden_states + transformed
+        self.next_norm.add_ahead(transformed, hidden_states)
+        return hidden_states
 
 
 def _merge(parameters: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -205,6 +205,8 @@ class StepLoop:
             self._abort(ticket, reason)
         self._engine.check_integrity()
         if self._engine.has_work:
+            self._engine.step()  # takes in what is in flight, for nobody
+        if self._engine.has_work:
             raise RuntimeError("the engine has work that no request owns") from error
 
     def _note_beginnings(self, step_began: float) -> None:
