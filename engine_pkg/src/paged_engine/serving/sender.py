@@ -110,7 +110,9 @@ class Sender:
 
     def _fail(self, ticket: Ticket, cause: Exception) -> None:
         """End a request whose response could not be built or sent."""
-        logger.error("building or sending a response for request %s failed", ticket.request_id, exc_info=cause)
+        logger.error(
+            "building or sending a response for request %s failed", ticket.request_id, exc_info=cause
+        )
         error = RequestError.internal(f"the response failed: {type(cause).__name__}: {cause}")
         responder, ticket.responder = ticket.responder, None
         self._on_answered(ticket, error)
