@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -133,12 +134,20 @@ class MemoryResponder:
     def __init__(self) -> None:
         self.responses: list[Response] = []
         self.is_cancelled = False
+        self.build_failure: Exception | None = None
+        """Raised when the next response is built."""
         self.send_failure: Exception | None = None
         """Raised by the next send."""
         self._done = threading.Event()
         self.num_finals = 0
 
-    def send(self, response: Response) -> None:
+    def prepare(self, response: Response) -> Callable[[], None]:
+        if self.build_failure is not None:
+            failure, self.build_failure = self.build_failure, None
+            raise failure
+        return partial(self._send, response)
+
+    def _send(self, response: Response) -> None:
         if self.send_failure is not None:
             failure, self.send_failure = self.send_failure, None
             raise failure

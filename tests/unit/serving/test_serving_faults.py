@@ -180,6 +180,21 @@ def test_a_response_that_cannot_be_built_ends_one_request(
     wait_until(lambda: served.metrics.value("llm_requests_total", outcome="error") == 1)
 
 
+@pytest.mark.parametrize("attribute", ["build_failure", "send_failure"])
+def test_others_of_the_same_step_get_theirs_when_a_response_fails(serve: Serve, attribute: str) -> None:
+    served = serve()
+    served.model.pause_after(2)
+    others = [served.ask(stream=True, max_tokens=5)]
+    bad = served.ask(stream=True, max_tokens=5)
+    others.append(served.ask(stream=True, max_tokens=5))
+    wait_until(lambda: all(len(answer.responses) for answer in (bad, *others)))
+    setattr(bad, attribute, OSError("the pipe is broken"))
+    served.model.go_on()
+    assert bad.wait().error == "INTERNAL: the response failed: OSError: the pipe is broken"
+    assert [answer.wait().text for answer in others] == [ALPHABET[:5]] * 2
+    served.assert_clean()
+
+
 @pytest.mark.parametrize("failing", [1, 5])
 def test_a_response_that_cannot_be_sent_ends_one_request(serve: Serve, failing: int) -> None:
     served = serve()

@@ -13,6 +13,7 @@ from paged_engine.tools.render_repository import (
     RepositoryError,
     parse_parameters,
     render_repository,
+    server_arguments,
     set_parameters,
 )
 
@@ -152,3 +153,9 @@ def test_parameters_are_read_like_words_of_a_shell(text: str, expected: dict[str
 def test_parameters_that_are_not_key_value(text: str) -> None:
     with pytest.raises(RepositoryError, match="parameters"):
         parse_parameters(text)
+
+
+def test_the_server_is_tuned_to_the_model_only_where_it_is_alone(repository: Path) -> None:
+    assert server_arguments(repository) == ["--backend-config=python,thread-pool-size=1"]
+    make_model(repository, "another")
+    assert server_arguments(repository) == []

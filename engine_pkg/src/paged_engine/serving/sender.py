@@ -64,8 +64,10 @@ class Sender:
             if deliveries is None:
                 self._keep_house()
                 return
-            for ticket, content in deliveries:
-                self._deliver(ticket, content)
+            # First all are built, then all are sent: computing in between would turn the code for each out of the caches.
+            for prepared in [self._prepare(*delivery) for delivery in deliveries]:
+                if prepared is not None:
+                    self._send(*prepared)
 
     def _keep_house(self) -> float:
         try:
@@ -74,19 +76,29 @@ class Sender:
             logger.exception("housekeeping failed")
             return 1.0
 
-    def _deliver(self, ticket: Ticket, content: Sequence[Output] | RequestError) -> None:
-        """Send the response this content makes, if it makes one. Never raises."""
+    def _prepare(
+        self, ticket: Ticket, content: Sequence[Output] | RequestError
+    ) -> tuple[Ticket, Callable[[], None], bool] | None:
+        """The response this content makes, if it makes one: what sends it, and whether it is final. Never raises."""
         if ticket.responder is None:
-            return  # ended with an error before, while this was on its way
+            return None  # ended with an error before, while this was on its way
         try:
             response = self._response(ticket, content)
-            if response is not None:
-                ticket.responder.send(response)
+            if response is None:
+                return None
+            return ticket, ticket.responder.prepare(response), response.is_final
         except Exception as error:
-            logger.exception("building or sending a response for request %s failed", ticket.request_id)
-            self._fail(ticket, RequestError.internal(f"the response failed: {type(error).__name__}: {error}"))
+            self._fail(ticket, error)
+            return None
+
+    def _send(self, ticket: Ticket, send: Callable[[], None], is_final: bool) -> None:
+        """Never raises."""
+        try:
+            send()
+        except Exception as error:
+            self._fail(ticket, error)
             return
-        if response is not None and response.is_final:
+        if is_final:
             ticket.responder = None
             self._on_answered(ticket, None)
 
@@ -96,11 +108,16 @@ class Sender:
         assert ticket.assembler is not None, "outputs come after intake"
         return ticket.assembler.add(content)
 
-    def _fail(self, ticket: Ticket, error: RequestError) -> None:
+    def _fail(self, ticket: Ticket, cause: Exception) -> None:
+        """End a request whose response could not be built or sent."""
+        logger.error(
+            "building or sending a response for request %s failed", ticket.request_id, exc_info=cause
+        )
+        error = RequestError.internal(f"the response failed: {type(cause).__name__}: {cause}")
         responder, ticket.responder = ticket.responder, None
         self._on_answered(ticket, error)
         try:
             if responder is not None:
-                responder.send(Response.failed(error))
+                responder.prepare(Response.failed(error))()
         except Exception as again:  # the transport is broken, or the failed response had been the final one
             logger.warning("request %s got no final response: %s", ticket.request_id, again)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from paged_engine.errors import RequestError
@@ -66,8 +66,8 @@ class ServedEngine(Protocol):
 class Responder(Protocol):
     """The way back to one client. Used by the sender thread alone."""
 
-    def send(self, response: Response) -> None:
-        """Send one response; nothing may follow a final one."""
+    def prepare(self, response: Response) -> Callable[[], None]:
+        """Build one response; the function returned sends it. Nothing may follow a final one."""
 
     def cancelled(self) -> bool:
         """Whether the client cancelled or went away; not to be asked after the final response."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,15 +86,14 @@ class TritonResponder:
     def __init__(self, sender: Any) -> None:
         self._sender = sender
 
-    def send(self, response: Response) -> None:
-        """See `Responder.send`."""
-        self._sender.send(
-            pb_utils.InferenceResponse(
-                output_tensors=[pb_utils.Tensor(name, array) for name, array in response.tensors.items()],
-                error=None if response.error is None else _triton_error(response.error),
-            ),
-            flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if response.is_final else 0,
+    def prepare(self, response: Response) -> Callable[[], None]:
+        """See `Responder.prepare`."""
+        message = pb_utils.InferenceResponse(
+            output_tensors=[pb_utils.Tensor(name, array) for name, array in response.tensors.items()],
+            error=None if response.error is None else _triton_error(response.error),
         )
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if response.is_final else 0
+        return partial(self._sender.send, message, flags=flags)
 
     def cancelled(self) -> bool:
         """See `Responder.cancelled`."""

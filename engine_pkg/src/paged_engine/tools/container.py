@@ -14,7 +14,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from paged_engine.tools.render_repository import RepositoryError, parse_parameters, render_repository
+from paged_engine.tools.render_repository import (
+    RepositoryError,
+    parse_parameters,
+    render_repository,
+    server_arguments,
+)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -27,7 +32,10 @@ def main(arguments: Sequence[str]) -> None:
         render_repository(Path(os.environ["MODEL_REPOSITORY"]), repository, parameters)
     except RepositoryError as error:
         sys.exit(f"error: {error}")
-    os.execvp("tritonserver", ["tritonserver", f"--model-repository={repository}", *arguments])
+    os.execvp(
+        "tritonserver",
+        ["tritonserver", f"--model-repository={repository}", *arguments, *server_arguments(repository)],
+    )
 
 
 if __name__ == "__main__":

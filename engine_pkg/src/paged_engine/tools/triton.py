@@ -25,7 +25,7 @@ from pathlib import Path
 
 from paged_engine.tools.interpreter import libpython_folder
 from paged_engine.tools.ports import Ports, ServerError
-from paged_engine.tools.render_repository import render_repository
+from paged_engine.tools.render_repository import render_repository, server_arguments
 from paged_engine.tools.server_log import telling_lines
 
 _POLL_S = 0.1
@@ -63,7 +63,7 @@ class TritonProcess:
             default_model: the parameter ``model`` where nothing else sets it.
             address: the address to listen on; 0.0.0.0 for all.
             exit_timeout_s: how long the server waits for requests in flight when told to stop, in seconds.
-            arguments: further arguments for tritonserver; they come last, so they win.
+            arguments: further arguments for tritonserver; they win.
             environment: variables to add to those of this process.
 
         Raises:
@@ -98,7 +98,7 @@ class TritonProcess:
             log_file.parent.mkdir(parents=True, exist_ok=True)
             with log_file.open("wb") as log:
                 self._process = subprocess.Popen(
-                    [*command, *arguments],
+                    [*command, *arguments, *server_arguments(self.repository)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
