@@ -102,6 +102,15 @@ def test_who_names_a_model_is_told_that_the_running_server_has_another(run: Run,
     assert "not used, being for a server that is started here: PARAMETERS='page_size=8'" in command.errors()
 
 
+@pytest.fixture
+def hang_up_ends_processes() -> Iterator[None]:
+    """Also where the tests themselves were started to ignore it, as by nohup: what they start would inherit that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_up_ends_processes")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_serve_stops_in_good_order_on_a_signal(run: Run, number: int) -> None:
     command = run("serve")

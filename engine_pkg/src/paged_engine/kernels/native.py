@@ -284,7 +284,9 @@ class NativeKernels:
         num_pairs = -(-out_features // (2 * PANEL_WIDTH))
         if int8:
             group_bytes = 2 * PANEL_WIDTH * (INT8_GROUP + torch.bfloat16.itemsize)
-            packed = self._arena.allocate(num_pairs * -(-in_features // INT8_GROUP) * group_bytes, torch.uint8)
+            packed = self._arena.allocate(
+                num_pairs * -(-in_features // INT8_GROUP) * group_bytes, torch.uint8
+            )
         else:
             packed = self._arena.allocate(num_pairs * 2 * PANEL_WIDTH * in_features, weight.dtype)
         pack = self._pack_int8 if int8 else self._pack_linear
