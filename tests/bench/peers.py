@@ -29,6 +29,7 @@ from agreement import agreement
 from contenders import Contender, ContenderError, Rounds, drop, run_rounds, start_all, unwind_on_terminate
 from loads import Load, choose_loads
 from peer_engines import PEERS, start_peer
+from questions import QUESTIONS
 from report import CACHE_DIR, machine, markdown_table, save, say
 
 from paged_engine.control_groups import usable_cores
@@ -40,16 +41,6 @@ OUR_VARIANTS = {OURS: {}, "ours int8": {"weight_dtype": "int8"}}
 """By name: parameters."""
 REFERENCE = "ours float32"
 """Answers questions, and takes no part in the rounds."""
-QUESTIONS = (
-    "What is the capital of France?",
-    "Explain how a refrigerator works.",
-    "Write a short poem about the sea.",
-    "Why is the sky blue?",
-    "Give me a recipe for pancakes.",
-    "Who wrote Romeo and Juliet, and what is it about?",
-    "List five animals that live in the desert.",
-    "How do I learn to play the guitar?",
-)
 
 
 def start_ours(name: str, checkpoint: Path, num_threads: int, **changed: str) -> Contender:

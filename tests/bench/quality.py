@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from questions import QUESTIONS
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
@@ -72,16 +73,6 @@ dedicate a portion of that field, as a final resting place for those who here ga
 It is altogether fitting and proper that we should do this.
 """
 """Lewis Carroll (1865), Charles Dickens (1859) and Abraham Lincoln (1863)."""
-QUESTIONS = (
-    "What is the capital of France?",
-    "Explain how a refrigerator works.",
-    "Write a short poem about the sea.",
-    "Why is the sky blue?",
-    "Give me a recipe for pancakes.",
-    "Who wrote Romeo and Juliet, and what is it about?",
-    "List five animals that live in the desert.",
-    "How do I learn to play the guitar?",
-)
 PAGE_SIZE = 16
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
