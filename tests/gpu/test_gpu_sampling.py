@@ -10,7 +10,7 @@ import pytest
 import torch
 from sampling_helpers import distribution_of_transformers, make_sequence
 from test_device_choice import mixed_controls
-from test_token_choice import controls_of, grid, random_row
+from test_token_choice import check_evenly_spread, controls_of, grid, random_row
 from tiny_checkpoint import save_tiny_checkpoint
 
 from paged_engine.config import EngineConfig
@@ -39,13 +39,9 @@ LEVEL = 1e-4
 def test_evenly_spread_numbers_bring_each_token_as_often_as_transformers_says(
     device: torch.device, vocab_size: int, filters: dict[str, float]
 ) -> None:
-    num_points = 512
-    row = random_row(vocab_size, seed=vocab_size)
-    expected = distribution_of_transformers(row, make_sequence(vocab_size, **filters))
-    controls = controls_of(grid(num_points), vocab_size, **filters)  # type: ignore[arg-type]
-    counts = draw(row.to(device).repeat(num_points, 1), controls).cpu().bincount(minlength=vocab_size)
-    assert not counts[expected == 0].any()
-    assert (counts - num_points * expected).abs().max() < 1.1
+    check_evenly_spread(
+        lambda rows, controls: draw(rows.to(device), controls).cpu(), vocab_size, 512, filters
+    )
 
 
 @pytest.mark.parametrize("vocab_size", [1000, 151_936])

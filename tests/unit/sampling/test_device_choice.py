@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from deferred_device import DeferredDevice
-from sampling_helpers import distribution_of_transformers, make_sequence
-from test_token_choice import controls_of, grid, random_row
+from test_token_choice import check_evenly_spread, controls_of, grid, random_row
 
 from paged_engine.execution import token_choice
 from paged_engine.execution.random_stream import RandomStreams
@@ -48,13 +47,7 @@ def draw_late(rows: torch.Tensor, controls: RandomControls) -> torch.Tensor:
 def test_evenly_spread_numbers_bring_each_token_as_often_as_transformers_says(
     vocab_size: int, filters: dict[str, float]
 ) -> None:
-    num_points = 4096
-    row = random_row(vocab_size, seed=vocab_size)
-    expected = distribution_of_transformers(row, make_sequence(vocab_size, **filters))
-    controls = controls_of(grid(num_points), vocab_size, **filters)  # type: ignore[arg-type]
-    counts = draw_late(row.repeat(num_points, 1), controls).bincount(minlength=vocab_size)
-    assert not counts[expected == 0].any()
-    assert (counts - num_points * expected).abs().max() < 1.05
+    check_evenly_spread(draw_late, vocab_size, 4096, filters)
 
 
 def mixed_controls(num_rows: int, vocab_size: int, seed: int) -> RandomControls:

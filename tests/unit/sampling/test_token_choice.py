@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,6 +59,21 @@ def random_row(vocab_size: int, seed: int, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+def check_evenly_spread(
+    drawing: Callable[[torch.Tensor, RandomControls], torch.Tensor],
+    vocab_size: int,
+    num_points: int,
+    filters: dict[str, float],
+) -> None:
+    """No chance in it: an interval of length p holds num_points x p points of a grid, to within one."""
+    row = random_row(vocab_size, seed=vocab_size)
+    expected = distribution_of_transformers(row, make_sequence(vocab_size, **filters))
+    controls = controls_of(grid(num_points), vocab_size, **filters)  # type: ignore[arg-type]
+    counts = drawing(row.repeat(num_points, 1), controls).bincount(minlength=vocab_size)
+    assert not counts[expected == 0].any()
+    assert (counts - num_points * expected).abs().max() < 1.1
+
+
 @pytest.mark.parametrize("vocab_size", [1, 2, 255, 256, 257, 1000])
 @pytest.mark.parametrize(
     "filters",
@@ -80,14 +96,7 @@ def random_row(vocab_size: int, seed: int, scale: float = 3.0) -> torch.Tensor:
 def test_evenly_spread_numbers_bring_each_token_as_often_as_transformers_says(
     vocab_size: int, filters: dict[str, float]
 ) -> None:
-    """No chance in it: an interval of length p holds num_points x p points of a grid, to within one."""
-    num_points = 4096
-    row = random_row(vocab_size, seed=vocab_size)
-    expected = distribution_of_transformers(row, make_sequence(vocab_size, **filters))
-    drawn = draw(row.repeat(num_points, 1), controls_of(grid(num_points), vocab_size, **filters))
-    counts = drawn.bincount(minlength=vocab_size)
-    assert not counts[expected == 0].any()
-    assert (counts - num_points * expected).abs().max() < 1.05
+    check_evenly_spread(draw, vocab_size, 4096, filters)
 
 
 @pytest.mark.parametrize("scale", [1.0, 6.0])
