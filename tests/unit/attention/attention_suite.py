@@ -22,7 +22,7 @@ from paged_engine.request import SamplingParams
 from paged_engine.scheduling.sequence import ScheduledRange, Sequence, StepPlan
 
 BACKENDS: dict[str, Callable[[AttentionSetup], AttentionBackend]] = {
-    "torch": lambda setup: TorchAttention(setup.specs, setup.page_size),
+    "torch": TorchAttention,
 }
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float8_e4m3fn: 2e-4}

@@ -46,7 +46,7 @@ def test_pages_are_nhd() -> None:
 
 def test_float64_is_computed_in_float64() -> None:
     case = Case(dtype=torch.float64, cache_dtype=torch.float64, ranges=((0, 12),))
-    run = PagedRun(lambda setup: TorchAttention(setup.specs, setup.page_size), case)
+    run = PagedRun(TorchAttention, case)
     output = run.step([(0, 0, 12)])[0][0]
     torch.testing.assert_close(output, run.expected(0, 0, 0, 12), atol=1e-13, rtol=1e-13)
 
