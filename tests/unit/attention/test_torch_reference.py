@@ -57,3 +57,15 @@ def test_float8_pages_cut_off_what_they_cannot_hold() -> None:
     assert rounded.float()[:3].tolist() == [448, -448, 448]
     assert rounded.float()[3].item() == pytest.approx(0.1, rel=0.07)
     assert rounded.float()[4].isnan()
+
+
+@pytest.mark.parametrize(("head_dim", "page_size"), [(20, 5), (7, 1), (80, 16)])
+def test_int8_pages_of_any_size_lose_what_rounding_loses(head_dim: int, page_size: int) -> None:
+    """Queries are not quantized here: what the pages hold is computed with as exactly as everything else."""
+    case = Case(group_size=3, head_dim=head_dim, page_size=page_size, cache_dtype=torch.int8)
+    run = PagedRun(BACKENDS["torch"], case)
+    assert run.backend.page_shape(0) == (2, page_size, 2, head_dim + 4)
+    for layer, outputs in enumerate(run.step([(i, 0, new) for i, (_, new) in enumerate(case.ranges)])):
+        for i, output in enumerate(outputs):
+            expected = run.expected(layer, i, 0, case.ranges[i][1])
+            torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=2e-5)
