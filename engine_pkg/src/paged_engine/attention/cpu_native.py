@@ -9,10 +9,9 @@ from paged_engine.execution.batch import Batch
 from paged_engine.kernels.library import AttentionStep, LibraryUnavailable
 from paged_engine.kernels.load import load_kernels
 from paged_engine.kernels.native import NativeKernels
-from paged_engine.kernels.reference import PANEL_WIDTH
+from paged_engine.kernels.reference import PANEL_WIDTH, SCALE_BYTES
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SCALE_BYTES = torch.float32.itemsize
 
 
 class CpuAttention:
@@ -46,7 +45,7 @@ class CpuAttention:
     def page_shape(self, layer: int) -> tuple[int, ...]:
         """(num_kv_heads, 2, page_size, head_dim), in int8 (num_kv_heads, 2, page_size, head_dim + 4)."""
         spec = self.setup.specs[layer]
-        size = spec.head_dim + (_SCALE_BYTES if self.setup.cache_dtype == torch.int8 else 0)
+        size = spec.head_dim + (SCALE_BYTES if self.setup.cache_dtype == torch.int8 else 0)
         return spec.num_kv_heads, 2, self.setup.page_size, size
 
     def bind(self, layer: int, cache: torch.Tensor) -> None:

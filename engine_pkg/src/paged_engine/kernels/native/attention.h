@@ -6,58 +6,10 @@
 // arithmetic either way. So a row's result depends neither on the rows beside it nor on the number of threads.
 #pragma once
 
-#include "attention_work.h"
-#include "pages.h"
+#include "spans.h"
 #include "tiles.h"
 
 namespace {
-
-// Adds one span's softmax to a row's, its values times `scale`; never inlined, so that every caller rounds alike.
-__attribute__((noinline)) void merge(const State& state, int row, float maximum, float sum, const float* values, float scale) {
-  if (maximum == -kInfinity) return;
-  const float merged = larger(state.maxima[row], maximum);
-  const float old_factor = power_of_2(state.maxima[row] - merged), new_factor = power_of_2(maximum - merged);
-  state.maxima[row] = merged;
-  state.sums[row] = state.sums[row] * old_factor + sum * new_factor;
-  const Vector old_factors = broadcast(old_factor), new_factors = broadcast(new_factor * scale);
-  float* out = state.values + int64_t(row) * state.dim;
-  for (int d = 0; d < state.dim; d += kWidth)
-    store(out + d, multiply_add(load(out + d), old_factors, load(values + d) * new_factors));
-}
-
-// Softmax weights of one row over the panels [panel_begin, panel_end) of a span, zero outside the keys [begin, end):
-// 2^(x - maximum), where x are the scaled scores in powers of two and the maximum is the largest. keep(key, vector) takes them.
-template <class Keep>
-void softmax(const AttentionLayer& layer, float* scores, float score_scale, int panel_begin, int panel_end, int begin, int end,
-             float* row_maximum, float* row_sum, Keep keep) {
-  const int first = panel_begin * kPanelWidth, last = panel_end * kPanelWidth;
-  begin = smaller(larger(begin, first), last);
-  end = larger(smaller(end, last), begin);
-  float scale = layer.scale * score_scale * kLog2E;
-  if (layer.soft_cap > 0) {
-    const Vector inverse = broadcast(layer.scale * score_scale / layer.soft_cap);
-    for (int i = first; i < last; i += kWidth) store(scores + i, hyperbolic_tangent(load(scores + i) * inverse));
-    scale = layer.soft_cap * kLog2E;
-  }
-  for (int i = first; i < begin; i++) scores[i] = -kInfinity;
-  for (int i = end; i < last; i++) scores[i] = -kInfinity;
-  Vector maxima = broadcast(-kInfinity);
-  for (int i = first; i < last; i += kWidth) maxima = maximum(load(scores + i), maxima);
-  *row_maximum = horizontal_maximum(maxima) * scale;
-  *row_sum = 0;
-  if (*row_maximum == -kInfinity) {
-    for (int i = first; i < last; i += kWidth) keep(i, Vector{});
-    return;
-  }
-  Vector sums = {};
-  const Vector scales = broadcast(scale), shift = broadcast(-*row_maximum);
-  for (int i = first; i < last; i += kWidth) {
-    const Vector weight = power_of_2(multiply_add(load(scores + i), scales, shift));
-    sums += weight;
-    keep(i, weight);
-  }
-  *row_sum = horizontal_sum(sums);
-}
 
 // Queries times keys by KeyProduct, softmax weights times values by ValueProduct.
 template <class KeyProduct, class ValueProduct>
@@ -80,13 +32,12 @@ class AttentionWorker {
         sinks_(sinks),
         out_(out),
         group_(layer.num_query_heads / layer.pages.num_kv_heads),
-        dim_(padded(layer.pages.head_dim)) {
+        dim_(padded(layer.pages.head_dim)),
+        spans_(pages_, dim_) {
     static thread_local Scratch scratch;
-    const int packed_span = pages_.in_panels ? 0 : kSpan * dim_;
     const size_t bytes = Pieces::bytes<Query>(kItemRows * dim_) + 2 * Pieces::bytes<float>(kItemRows) +
                          Pieces::bytes<float>(State::floats(kItemRows, dim_)) + Pieces::bytes<float>(kBlockRows * kSpan) +
-                         Pieces::bytes<Weight>(kBlockRows * kSpan) + Pieces::bytes<float>(kBlockRows * dim_) +
-                         2 * Pieces::bytes<Element>(packed_span) + Pieces::bytes<Element>(kPanelWidth * dim_);
+                         Pieces::bytes<Weight>(kBlockRows * kSpan) + Pieces::bytes<float>(kBlockRows * dim_);
     Pieces pieces(scratch.reserve(bytes));
     queries_ = pieces.take<Query>(kItemRows * dim_);
     query_scales_ = pieces.take<float>(kItemRows);
@@ -95,9 +46,6 @@ class AttentionWorker {
     scores_ = pieces.take<float>(kBlockRows * kSpan);
     weights_ = pieces.take<Weight>(kBlockRows * kSpan);
     block_values_ = pieces.take<float>(kBlockRows * dim_);
-    packed_keys_ = pieces.take<Element>(packed_span);
-    packed_values_ = pieces.take<Element>(packed_span);
-    last_values_ = pieces.take<Element>(kPanelWidth * dim_);
   }
 
   // Attends an item; leaves its rows in `out`, or the partial state of each of its spans.
@@ -147,11 +95,12 @@ class AttentionWorker {
       if constexpr (kInCodes) {
         IntVector sum = {};
         with_type(layer_.query_type, [&](auto element) {
-          query_scales_[local] =
-              quantize_head((const decltype(element)*)from, block_values_, head_dim, [&](int i, IntVector whole) {
-                sum += whole;
-                KeyProduct::write(to + i, whole);
-              });
+          const auto* x = (const decltype(element)*)from;
+          const float scale = quantize_head(x, block_values_, head_dim, [&](int i, IntVector whole) {
+            sum += whole;
+            KeyProduct::write(to + i, whole);
+          });
+          query_scales_[local] = scale < kNegligible ? kNegligible : scale;  // not 0, with which -infinity would be NaN
         });
         query_starts_[local] = float(-kCodeBias * horizontal_sum(sum));
       } else {
@@ -161,26 +110,19 @@ class AttentionWorker {
     }
   }
 
-  // Addresses of a span's panels of keys and of values.
-  struct Span {
-    int start, num_keys;  // position of the first key; 0 keys: nothing is there
-    const Element *keys[kSpanPanels], *values[kSpanPanels];
-    const float *key_scales[kSpanPanels], *value_scales[kSpanPanels];  // of pages in codes
-  };
-
   void attend_span(const Sequence& sequence, const WorkItem& item, int index, const State& state) {
-    Span span, next;
-    locate(sequence, item, index, span);
+    Span<Element> span, next;
+    spans_.find(sequence, item.kv_head, index, span);
     const bool fetch_next = pages_.in_panels && item.row_end - item.row_begin <= kBlockRows;
     if (fetch_next) {
-      locate(sequence, item, index + 1 < item.span_end ? index + 1 : index, next);
-      for (int i = 0; kInCodes && i < ceil_div(next.num_keys, kPanelWidth); i++) {
+      spans_.find(sequence, item.kv_head, index + 1 < item.span_end ? index + 1 : index, next);
+      for (int i = 0; kInCodes && i < next.num_panels(); i++) {
         fetch(next.key_scales[i]);
         fetch(next.value_scales[i]);
       }
-      for (int i = ceil_div(next.num_keys, kPanelWidth); i < kSpanPanels; i++) next.keys[i] = next.keys[0];
+      for (int i = next.num_panels(); i < kSpanPanels; i++) next.keys[i] = next.keys[0];
     }
-    silence_last_values(span);
+    spans_.silence_last_values(span);
     for (int row = item.row_begin; row < item.row_end; row += kBlockRows) {
       const int rows = smaller(kBlockRows, item.row_end - row);
       const int begin = visible(sequence, row).begin - span.start, end = visible(sequence, row + rows - 1).end - span.start;
@@ -196,7 +138,7 @@ class AttentionWorker {
 
   // While the keys are read the values are fetched, and meanwhile the next span's keys.
   template <bool Fetch>
-  void attend_block(const Sequence& sequence, const WorkItem& item, int row, int rows, const Span& span,
+  void attend_block(const Sequence& sequence, const WorkItem& item, int row, int rows, const Span<Element>& span,
                     const Element* const* next_keys, int panel_begin, int panel_end, const State& state) {
     const int num_panels = panel_end - panel_begin, first = panel_begin * kPanelWidth, local = row - item.row_begin;
     constexpr int kValuePair = ValueProduct::kPair;
@@ -231,72 +173,6 @@ class AttentionWorker {
     for (int r = 0; r < rows; r++) merge(state, local + r, maxima[r], sums[r], block_values_ + r * dim_, value_scales[r]);
   }
 
-  // Finds the panels of the span `index`; packs them first where pages do not hold panels.
-  void locate(const Sequence& sequence, const WorkItem& item, int index, Span& span) {
-    span.start = index * kSpan;
-    span.num_keys = smaller(sequence.context_len - span.start, kSpan);
-    const int num_panels = ceil_div(span.num_keys, kPanelWidth);
-    if constexpr (!kInCodes) {
-      if (!pages_.in_panels) {
-        pack(sequence, item.kv_head, span);
-        for (int i = 0; i < num_panels; i++) {
-          span.keys[i] = packed_keys_ + i * kPanelWidth * dim_;
-          span.values[i] = packed_values_ + i * kPanelWidth * dim_;
-        }
-        return;
-      }
-    }
-    const int32_t* page = sequence.pages + span.start / pages_.page_size;
-    int offset = span.start % pages_.page_size;
-    for (int i = 0; i < num_panels; i++, offset += kPanelWidth) {
-      if (offset == pages_.page_size) {
-        page++;
-        offset = 0;
-      }
-      Element *keys = pages_.keys(*page, item.kv_head), *values = pages_.values(*page, item.kv_head);
-      span.keys[i] = keys + int64_t(offset) * dim_;
-      span.values[i] = values + int64_t(offset) * dim_;
-      if constexpr (kInCodes) {
-        span.key_scales[i] = pages_.scales(keys) + offset;
-        span.value_scales[i] = pages_.scales(values) + offset;
-      }
-    }
-  }
-
-  // What lies behind the last token of a panel may be anything, even NaN, which a weight of zero would not silence.
-  void silence_last_values(Span& span) {
-    constexpr int kPair = ValueProduct::kPair;
-    const int num_panels = ceil_div(span.num_keys, kPanelWidth), last = span.num_keys % kPanelWidth;
-    if (last == 0 || !pages_.in_panels) return;
-    if constexpr (kInCodes) {
-      for (int i = 0; i < kPanelWidth; i++) last_scales_[i] = i < last ? span.value_scales[num_panels - 1][i] : 0;
-      span.value_scales[num_panels - 1] = last_scales_;
-      return;
-    }
-    memcpy((void*)last_values_, span.values[num_panels - 1], kPanelWidth * dim_ * sizeof(Element));
-    for (int offset = last; offset < kPanelWidth; offset++)
-      for (int d = 0; d < dim_; d++) last_values_[offset / kPair * kPair * dim_ + d * kPair + offset % kPair] = Element{};
-    span.values[num_panels - 1] = last_values_;
-  }
-
-  void pack(const Sequence& sequence, int kv_head, const Span& span) {
-    constexpr int kPair = KeyProduct::kPair;
-    const size_t bytes = sizeof(Element) * ceil_div(span.num_keys, kPanelWidth) * kPanelWidth * dim_;
-    memset((void*)packed_keys_, 0, bytes);
-    memset((void*)packed_values_, 0, bytes);
-    const int head_dim = pages_.head_dim;
-    for (int i = 0; i < span.num_keys; i++) {
-      const int64_t page = sequence.pages[(span.start + i) / pages_.page_size];
-      const int64_t from = (span.start + i) % pages_.page_size * int64_t(head_dim);
-      const Element* key = pages_.keys(page, kv_head) + from;
-      const Element* value = pages_.values(page, kv_head) + from;
-      Element* packed = packed_keys_ + i / kPanelWidth * kPanelWidth * dim_ + i % kPanelWidth * kPair;
-      for (int d = 0; d < head_dim; d++) packed[d / kPair * kPanelWidth * kPair + d % kPair] = key[d];
-      packed = packed_values_ + i / kPair * kPair * dim_ + i % kPair;
-      for (int d = 0; d < head_dim; d++) packed[d * kPair] = value[d];
-    }
-  }
-
   void finish(const Sequence& sequence, const WorkItem& item, const State& state) {
     for (int row = item.row_begin; row < item.row_end; row++) {
       const int local = row - item.row_begin, head = query_head(item, row);
@@ -324,6 +200,7 @@ class AttentionWorker {
   void* out_;
   const int group_;
   const int dim_;  // head_dim, rounded up to whole panels
+  const SpanReader<Element> spans_;
   Query* queries_;
   float* query_scales_;  // of queries in codes: what code 1 stands for,
   float* query_starts_;  // and where their products start
@@ -331,10 +208,6 @@ class AttentionWorker {
   float* scores_;
   Weight* weights_;
   float* block_values_;
-  Element* packed_keys_;
-  Element* packed_values_;
-  Element* last_values_;
-  float last_scales_[kPanelWidth];
 };
 
 template <class Worker>

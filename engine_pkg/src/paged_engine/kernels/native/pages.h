@@ -44,6 +44,24 @@ struct Pages {
   float* scales(Element* codes) const { return (float*)(codes + int64_t(page_size) * head_dim); }
 };
 
+// One token's `size` elements among panels of keys that are `dim` deep, of values that are `dim` wide, or among rows.
+template <class Element>
+inline void put_key(Element* panels, int offset, const Element* key, int size, int dim) {
+  constexpr int kPair = kKeyPair<Element>;
+  Element* out = panels + offset / kPanelWidth * kPanelWidth * dim + offset % kPanelWidth * kPair;
+  for (int d = 0; d < size; d += kPair) memcpy(out + d * kPanelWidth, key + d, smaller(kPair, size - d) * sizeof(Element));
+}
+template <class Element>
+inline void put_value(Element* panels, int offset, const Element* value, int size, int dim) {
+  constexpr int kPair = kValuePair<Element>;
+  Element* out = panels + offset / kPair * kPair * dim + offset % kPair;
+  for (int d = 0; d < size; d++) out[d * kPair] = value[d];
+}
+template <class Element>
+inline void put_row(Element* rows, int offset, const Element* row, int size) {
+  memcpy(rows + int64_t(offset) * size, row, size * sizeof(Element));
+}
+
 // Puts tokens into pages, one head at a time, which may be changed by it.
 template <class Element>
 class PageWriter {
@@ -54,10 +72,13 @@ class PageWriter {
   void put(int64_t slot, int head, float* key, float* value) const {
     const int64_t page = slot / pages_.page_size;
     const int offset = int(slot % pages_.page_size), dim = pages_.head_dim;
-    encode(pages_.keys(page, head), offset, key);
-    put_key(pages_.keys(page, head), offset, dim);
-    encode(pages_.values(page, head), offset, value);
-    put_value(pages_.values(page, head), offset, dim);
+    Element *keys = pages_.keys(page, head), *values = pages_.values(page, head);
+    encode(keys, offset, key);
+    if constexpr (Pages<Element>::kInCodes)
+      for (int d = 0; d < dim; d++) row_[d] = Element(row_[d] + kCodeBias);
+    pages_.in_panels ? put_key(keys, offset, row_, dim, dim) : put_row(keys, offset, row_, dim);
+    encode(values, offset, value);
+    pages_.in_panels ? put_value(values, offset, row_, dim, dim) : put_row(values, offset, row_, dim);
   }
 
  private:
@@ -67,22 +88,6 @@ class PageWriter {
       pages_.scales(half)[offset] = quantize_head(x, x, pages_.head_dim, [&](int i, IntVector whole) { store(row_ + i, whole); });
     else
       convert(x, row_, pages_.head_dim);
-  }
-
-  void put_key(Element* half, int offset, int dim) const {
-    constexpr int kPair = kKeyPair<Element>;
-    if (!pages_.in_panels) return (void)memcpy(half + offset * dim, row_, dim * sizeof(Element));
-    Element* out = half + offset / kPanelWidth * kPanelWidth * dim + offset % kPanelWidth * kPair;
-    if constexpr (Pages<Element>::kInCodes)
-      for (int d = 0; d < dim; d++) row_[d] = Element(row_[d] + kCodeBias);
-    for (int d = 0; d < dim; d += kPair) memcpy(out + d * kPanelWidth, row_ + d, kPair * sizeof(Element));
-  }
-
-  void put_value(Element* half, int offset, int dim) const {
-    constexpr int kPair = kValuePair<Element>;
-    if (!pages_.in_panels) return (void)memcpy(half + offset * dim, row_, dim * sizeof(Element));
-    Element* out = half + offset / kPair * kPair * dim + offset % kPair;
-    for (int d = 0; d < dim; d++) out[d * kPair] = row_[d];
   }
 
   const Pages<Element> pages_;
