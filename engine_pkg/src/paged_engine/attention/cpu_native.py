@@ -95,7 +95,7 @@ def load_cpu_attention(setup: AttentionSetup) -> CpuAttention:
         ):
             if size % PANEL_WIDTH:
                 raise BackendUnsupported(
-                    f"{name} must be a multiple of {PANEL_WIDTH} with kv_cache_dtype int8, got {size}"
+                    f"with kv_cache_dtype int8 it takes multiples of {PANEL_WIDTH} only, {name} is {size}"
                 )
     try:
         return CpuAttention(setup, load_kernels(torch.get_num_threads()))

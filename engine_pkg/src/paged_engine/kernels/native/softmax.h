@@ -31,10 +31,10 @@ __attribute__((noinline)) void merge(const State& state, int row, float maximum,
   const float old_factor = power_of_2(state.maxima[row] - merged), new_factor = power_of_2(maximum - merged);
   state.maxima[row] = merged;
   state.sums[row] = state.sums[row] * old_factor + sum * new_factor;
-  const Vector old_factors = broadcast(old_factor), new_factors = broadcast(new_factor * scale);
+  const Vector old_factors = broadcast(old_factor), new_factors = broadcast(new_factor);
   float* out = state.values + int64_t(row) * state.dim;
   for (int d = 0; d < state.dim; d += kWidth)
-    store(out + d, multiply_add(load(out + d), old_factors, load(values + d) * new_factors));
+    store(out + d, multiply_add(load(out + d), old_factors, load(values + d) * scale * new_factors));
 }
 
 // Softmax weights of one row over the panels [panel_begin, panel_end) of a span, zero outside the keys [begin, end):
