@@ -73,19 +73,18 @@ class PageWriter {
     const int64_t page = slot / pages_.page_size;
     const int offset = int(slot % pages_.page_size), dim = pages_.head_dim;
     Element *keys = pages_.keys(page, head), *values = pages_.values(page, head);
-    encode(keys, offset, key);
-    if constexpr (Pages<Element>::kInCodes)
-      for (int d = 0; d < dim; d++) row_[d] = Element(row_[d] + kCodeBias);
+    encode(keys, offset, key, kCodeBias);
     pages_.in_panels ? put_key(keys, offset, row_, dim, dim) : put_row(keys, offset, row_, dim);
-    encode(values, offset, value);
+    encode(values, offset, value, 0);
     pages_.in_panels ? put_value(values, offset, row_, dim, dim) : put_row(values, offset, row_, dim);
   }
 
  private:
-  // The head as an element row; in int8, its scale into the page.
-  void encode(Element* half, int offset, float* x) const {
+  // The head as an element row; in int8 as code + bias, and its scale into the page.
+  void encode(Element* half, int offset, float* x, int bias) const {
     if constexpr (Pages<Element>::kInCodes)
-      pages_.scales(half)[offset] = quantize_head(x, x, pages_.head_dim, [&](int i, IntVector whole) { store(row_ + i, whole); });
+      pages_.scales(half)[offset] =
+          quantize_head(x, x, pages_.head_dim, [&](int i, IntVector whole) { store(row_ + i, whole + bias); });
     else
       convert(x, row_, pages_.head_dim);
   }

@@ -278,7 +278,7 @@ inline IntVector nearest_integers(Vector x) {  // for |x| < 2^22
 #endif
 }
 
-// Codes, each of which fits.
+// The low bits of whole numbers.
 inline void store(int8_t* p, IntVector whole) {
 #if defined(__AVX512F__)
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)whole));
