@@ -125,7 +125,7 @@ def bench_attention(
     query, key, value = (torch.randn(batch.num_tokens, heads, 64).bfloat16() for heads in (9, 3, 3))
     setup = AttentionSetup((AttentionSpec(9, 3, 64, 0.125),), page_size, CPU, torch.bfloat16, torch.bfloat16)
     backends: dict[str, AttentionBackend] = {
-        "torch": TorchAttention(setup.specs, page_size),
+        "torch": TorchAttention(setup),
         "native": CpuAttention(setup, kernels),
     }
     for backend in backends.values():

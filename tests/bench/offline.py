@@ -5,7 +5,7 @@ the model (planning, batch preparation, sampling, text), and the share of what m
 quicker than reading the weights once, nor than their multiplications at the measured matmul rate.
 
     ./build.sh bench offline
-    ./build.sh bench offline --dtype bfloat16 --set weight_dtype=int8 --repeats 5
+    ./build.sh bench offline --set weight_dtype=int8 --set kv_cache_dtype=int8 --repeats 5
 """
 
 from __future__ import annotations

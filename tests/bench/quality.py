@@ -1,7 +1,8 @@
 """What bfloat16 and int8 cost: perplexity over a fixed text, and the distance from float32 over it and over questions.
 
 The distance is the mean Kullback-Leibler divergence of the next token's distribution from the one that transformers computes
-in float32, in nats per token. transformers' own bfloat16 stands beside ours. Questions are put in the model's chat template.
+in float32, in nats per token. transformers' own bfloat16 stands beside ours, int8 weights beside pages in int8. Questions are
+put in the model's chat template.
 """
 
 from __future__ import annotations
@@ -79,19 +80,21 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 """From token ids [num_tokens] to float32 logits [num_tokens, vocab_size]."""
 
 
-def native_forward(model: str, max_num_tokens: int, *, int8: bool) -> Forward:
-    """The engine's CPU path in bfloat16, which computes all tokens in one step."""
+def native_forward(
+    model: str, max_num_tokens: int, *, int8: bool = False, cache_dtype: torch.dtype = torch.bfloat16
+) -> Forward:
+    """The engine's CPU path in bfloat16, or with weights in int8, which computes all tokens in one step."""
     config = EngineConfig(model=model, dtype="bfloat16", device="cpu")
     loaded = load_model(config, torch.device("cpu"))
     specs = tuple(layer.spec for layer in loaded.layers)
-    setup = AttentionSetup(specs, PAGE_SIZE, loaded.device, loaded.dtype, loaded.dtype)
+    setup = AttentionSetup(specs, PAGE_SIZE, loaded.device, loaded.dtype, cache_dtype)
     backend = load_cpu_attention(setup)
     forward = graft_model(loaded, backend, max_num_tokens=max_num_tokens, int8=int8)
     if forward is None:
         raise SystemExit(f"{type(loaded.module).__name__} does not run in the native kernels")
     num_pages = -(-max_num_tokens // PAGE_SIZE)
     for layer in range(len(specs)):
-        backend.bind(layer, torch.zeros(num_pages, *backend.page_shape(layer), dtype=loaded.dtype))
+        backend.bind(layer, torch.zeros(num_pages, *backend.page_shape(layer), dtype=cache_dtype))
 
     def logits(token_ids: torch.Tensor) -> torch.Tensor:
         batch = trial_batch((len(token_ids),), (len(token_ids),), PAGE_SIZE)
@@ -111,8 +114,10 @@ def forwards(model: str, max_num_tokens: int) -> Iterator[tuple[str, Forward]]:
     """By name, what computes logits; the exact one first."""
     yield "transformers, float32", transformers_forward(model, torch.float32)
     yield "transformers, bfloat16", transformers_forward(model, torch.bfloat16)
-    yield "ours, bfloat16", native_forward(model, max_num_tokens, int8=False)
-    yield "ours, int8", native_forward(model, max_num_tokens, int8=True)
+    yield "ours, bfloat16", native_forward(model, max_num_tokens)
+    yield "ours, int8 pages", native_forward(model, max_num_tokens, cache_dtype=torch.int8)
+    yield "ours, int8 weights", native_forward(model, max_num_tokens, int8=True)
+    yield "ours, both in int8", native_forward(model, max_num_tokens, int8=True, cache_dtype=torch.int8)
 
 
 def divergences(exact: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:

@@ -121,6 +121,15 @@ def test_a_float8_cache(checkpoint: Path, device: torch.device, caplog: pytest.L
     check_same(run(fast, requests()), run(slow, requests()), tie=0.3)
 
 
+def test_an_int8_cache(checkpoint: Path, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    """FlashInfer does not take it, and says so; plain torch quantizes as it does on a CPU."""
+    parameters = {"dtype": "bfloat16", "kv_cache_dtype": "int8"}
+    on_gpu = load(checkpoint, device, **parameters)
+    assert "must be bfloat16 like the model or float8_e4m3fn, not int8" in caplog.text
+    on_cpu = load(checkpoint, "cpu", attention_backend="torch", **parameters)
+    check_same(run(on_gpu, requests()), run(on_cpu, requests()), tie=0.3)
+
+
 @pytest.mark.parametrize("parameters", [{}, {"page_size": 1}, {"max_batch_size": 5}], ids=str)
 def test_graphs_change_nothing(
     checkpoint: Path, device: torch.device, parameters: dict[str, object], caplog: pytest.LogCaptureFixture

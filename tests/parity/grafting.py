@@ -23,7 +23,7 @@ BF16_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads":
 
 
 class Grafted:
-    """A tiny model made native as a whole or in parts, and pages full of NaN."""
+    """A tiny model made native as a whole or in parts, and pages full of NaN (in int8, by their scales)."""
 
     def __init__(
         self,
@@ -33,9 +33,10 @@ class Grafted:
         *,
         dtype: str = "float32",
         int8: bool = False,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = load_tiny(folder, dtype=dtype)
-        self.backend = make_backend(self.model, page_size)
+        self.backend = make_backend(self.model, page_size, cache_dtype)
         forward = graft_model(self.model, self.backend, max_num_tokens=100, int8=int8)
         assert forward is not None
         self.forward = forward
@@ -62,15 +63,17 @@ class Grafted:
             )
 
 
-def make_backend(model: LoadedModel, page_size: int) -> CpuAttention:
+def make_backend(model: LoadedModel, page_size: int, cache_dtype: torch.dtype | None = None) -> CpuAttention:
+    """With pages in the model's dtype, if not in another."""
     specs = tuple(layer.spec for layer in model.layers)
-    return load_cpu_attention(AttentionSetup(specs, page_size, CPU, model.dtype, model.dtype))
+    return load_cpu_attention(AttentionSetup(specs, page_size, CPU, model.dtype, cache_dtype or model.dtype))
 
 
 def bind(model: LoadedModel, backend: CpuAttention, num_pages: int) -> None:
     for layer in range(len(model.layers)):
         shape = (num_pages, *backend.page_shape(layer))
-        backend.bind(layer, torch.full(shape, torch.nan, dtype=model.dtype))
+        dtype = backend.setup.cache_dtype
+        backend.bind(layer, torch.full(shape, -1 if dtype == torch.int8 else torch.nan, dtype=dtype))
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

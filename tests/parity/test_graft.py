@@ -57,6 +57,22 @@ def test_known_models_in_chunks_and_company(tmp_path: Path, name: str, page_size
     torch.testing.assert_close(steps[1][1:], reference_logits(folder, short), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3_text"])
+def test_known_models_over_int8_pages(tmp_path: Path, name: str, dtype: str) -> None:
+    """They are recognised in spite of the rounding, depend on no chunk, and compute nearly what they do without it."""
+    folder = save_tiny_model(name, tmp_path, overrides=BF16_SIZES if dtype == "bfloat16" else {})
+    grafted = Grafted(folder, dtype=dtype, cache_dtype=torch.int8)
+    assert isinstance(grafted.forward, GraftedModel)
+    token_ids = tokens(50, 1)
+    first, second = grafted.sequence(token_ids), grafted.sequence(token_ids)
+    whole = grafted.step((first, 0, 50))
+    steps = [grafted.step((second, *each)) for each in ((0, 17), (17, 18), (18, 50))]
+    assert torch.equal(torch.cat(steps), whole)
+    exact = reference_logits(folder, token_ids)
+    assert 0 < (whole - exact).norm() < 0.1 * exact.norm()
+
+
 def test_a_step_in_which_nobody_samples_has_no_rows_of_logits(tmp_path: Path) -> None:
     grafted = Grafted(save_tiny_model("llama", tmp_path))
     batch = build_batch(StepPlan((ScheduledRange(grafted.sequence(tokens(20)), 0, 10),)), 16, CPU)

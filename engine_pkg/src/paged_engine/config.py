@@ -58,8 +58,9 @@ class EngineConfig(BaseModel):
         le=1,
         description="a number in (0, 1]; unset: 0.9 of what is free on a GPU, 0.5 of usable CPU memory",
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"] = Field(
-        "auto", description="auto, float32, bfloat16, float16 or float8_e4m3fn; auto takes the model's"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn", "int8"] = Field(
+        "auto",
+        description="auto, float32, bfloat16, float16, float8_e4m3fn or int8; auto takes the model's",
     )
     enable_prefix_caching: Flag = Field(
         True, description="true or false; keeps computed pages for later requests"

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from attention_suite import BACKENDS, Case, PagedRun, history_then_step
+from attention_suite import BACKENDS, Case, PagedRun, history_then_step, random_steps
 
 FEATURES: list[dict[str, object]] = [
     {},
@@ -75,7 +75,6 @@ def test_kinds_of_batches(backend: str, ranges: tuple[tuple[int, int], ...]) -> 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_batches_over_many_steps(backend: str, seed: int) -> None:
-    """Sequences advance by random amounts, in random company and order, until all are done."""
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 70, (6,), generator=random).tolist()
     features = FEATURES[seed % len(FEATURES)]
@@ -87,16 +86,8 @@ def test_random_batches_over_many_steps(backend: str, seed: int) -> None:
         **features,
     )
     run = PagedRun(BACKENDS[backend], case, seed)
-    done = [0] * len(lengths)
-    while done != lengths:
-        ranges = []
-        for i in torch.randperm(len(lengths), generator=random).tolist():
-            n = min(int(torch.randint(0, 12, (), generator=random)), lengths[i] - done[i])
-            if n:
-                ranges.append((i, done[i], done[i] + n))
-                done[i] += n
-        if ranges:
-            run.check(ranges)
+    for ranges in random_steps(lengths, random):
+        run.check(ranges)
 
 
 def test_writes_to_its_own_pages_only(backend: str) -> None:

@@ -26,7 +26,7 @@ class Picky(TorchAttention):
 def make_picky(setup: AttentionSetup) -> AttentionBackend:
     if setup.page_size != 16:
         raise BackendUnsupported(f"page_size is {setup.page_size}")
-    return Picky(setup.specs, setup.page_size)
+    return Picky(setup)
 
 
 @pytest.fixture

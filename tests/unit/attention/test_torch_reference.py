@@ -46,7 +46,7 @@ def test_pages_are_nhd() -> None:
 
 def test_float64_is_computed_in_float64() -> None:
     case = Case(dtype=torch.float64, cache_dtype=torch.float64, ranges=((0, 12),))
-    run = PagedRun(lambda setup: TorchAttention(setup.specs, setup.page_size), case)
+    run = PagedRun(TorchAttention, case)
     output = run.step([(0, 0, 12)])[0][0]
     torch.testing.assert_close(output, run.expected(0, 0, 0, 12), atol=1e-13, rtol=1e-13)
 
@@ -57,3 +57,15 @@ def test_float8_pages_cut_off_what_they_cannot_hold() -> None:
     assert rounded.float()[:3].tolist() == [448, -448, 448]
     assert rounded.float()[3].item() == pytest.approx(0.1, rel=0.07)
     assert rounded.float()[4].isnan()
+
+
+@pytest.mark.parametrize(("head_dim", "page_size"), [(20, 5), (7, 1), (80, 16)])
+def test_int8_pages_of_any_size_lose_what_rounding_loses(head_dim: int, page_size: int) -> None:
+    """Queries are not quantized here: what the pages hold is computed with as exactly as everything else."""
+    case = Case(group_size=3, head_dim=head_dim, page_size=page_size, cache_dtype=torch.int8)
+    run = PagedRun(BACKENDS["torch"], case)
+    assert run.backend.page_shape(0) == (2, page_size, 2, head_dim + 4)
+    for layer, outputs in enumerate(run.step([(i, 0, new) for i, (_, new) in enumerate(case.ranges)])):
+        for i, output in enumerate(outputs):
+            expected = run.expected(layer, i, 0, case.ranges[i][1])
+            torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=2e-5)

@@ -294,7 +294,7 @@ def test_no_graphs_without_a_gpu_or_with_a_backend_that_has_none(model: LoadedMo
         tuple(layer.spec for layer in model.layers), PAGE_SIZE, CPU, model.dtype, model.dtype
     )
     assert isinstance(FlashInferAttention(setup, flashinfer_double), CapturableAttention)
-    assert not isinstance(TorchAttention(setup.specs, setup.page_size), CapturableAttention)
+    assert not isinstance(TorchAttention(setup), CapturableAttention)
     backend = FlashInferAttention(setup, flashinfer_double)
     assert make_decode_graphs(model, backend, page_size=PAGE_SIZE, max_batch_size=8) is None
 

@@ -239,6 +239,10 @@ def test_what_it_takes(installed: Callable[..., None], version: str, dtype: torc
             {"cache_dtype": torch.float16},
             "the KV cache must be bfloat16 like the model or float8_e4m3fn, not float16",
         ),
+        (
+            {"cache_dtype": torch.int8},
+            "the KV cache must be bfloat16 like the model or float8_e4m3fn, not int8 (parameter kv_cache_dtype)",
+        ),
         ({"specs": (SPEC, replace(SPEC, head_dim=320))}, "at most 256, and the model has 320"),
         ({"specs": (replace(SPEC, num_kv_heads=48, num_query_heads=48, head_dim=256),)}, "at most 8192"),
     ],

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from paged_engine.attention.interface import AttentionSpec
+from paged_engine.attention.interface import AttentionSetup, AttentionSpec
 from paged_engine.attention.torch_reference import TorchAttention
 from paged_engine.config import EngineConfig
 from paged_engine.errors import ConfigurationError
@@ -15,7 +15,9 @@ from paged_engine.execution import kv_cache
 from paged_engine.execution.kv_cache import KVCache, cache_dtype, create_kv_cache
 
 CPU = torch.device("cpu")
-SPECS = [AttentionSpec(4, num_kv_heads, head_dim, scale=1.0) for num_kv_heads, head_dim in ((2, 16), (1, 8))]
+SPECS = tuple(
+    AttentionSpec(4, num_kv_heads, head_dim, scale=1.0) for num_kv_heads, head_dim in ((2, 16), (1, 8))
+)
 TOKEN_BYTES = 2 * (2 * 16 + 1 * 8) * 4
 """Keys and values of both layers in float32."""
 
@@ -23,8 +25,8 @@ TOKEN_BYTES = 2 * (2 * 16 + 1 * 8) * 4
 class Recorder(TorchAttention):
     """Keeps the tensors that it is given."""
 
-    def __init__(self, page_size: int) -> None:
-        super().__init__(SPECS, page_size)
+    def __init__(self, page_size: int, dtype: torch.dtype) -> None:
+        super().__init__(AttentionSetup(SPECS, page_size, CPU, dtype, dtype))
         self.bound: dict[int, torch.Tensor] = {}
 
     def bind(self, layer: int, cache: torch.Tensor) -> None:
@@ -42,7 +44,7 @@ def create(
     config = EngineConfig(
         model="m", **{"page_size": 16, "max_batch_size": 4, "max_num_tokens": 64, **parameters}
     )  # type: ignore[arg-type]
-    backend = Recorder(config.page_size)
+    backend = Recorder(config.page_size, dtype)
     monkeypatch.setattr(kv_cache, "available_cpu_memory", lambda: memory)
     cache = create_kv_cache(
         config, backend, len(SPECS), dtype, CPU, max_seq_len=max_seq_len, measure_step=lambda: 0
@@ -81,6 +83,14 @@ def test_smaller_dtype_gets_more_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend.bound[0].dtype == torch.bfloat16
 
 
+def test_pages_in_int8_have_room_for_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte for each element, and for each token four more in each head's keys and in its values."""
+    memory = 2 * 40 * 16 * 2 * (2 * (16 + 4) + 1 * (8 + 4))
+    cache, backend = create(monkeypatch, memory=memory, max_seq_len=10_000, dtype=torch.int8)
+    assert cache.num_pages == 40
+    assert cache.num_bytes == sum(tensor.nbytes for tensor in backend.bound.values()) == memory // 2
+
+
 def test_pool_smaller_than_the_longest_sequence(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,6 +120,6 @@ def test_figures_for_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_dtype_of_the_pages() -> None:
     assert cache_dtype(EngineConfig(model="m"), torch.float16) == torch.float16
-    for name in ("bfloat16", "float8_e4m3fn"):
+    for name in ("bfloat16", "float8_e4m3fn", "int8"):
         config = EngineConfig(model="m", kv_cache_dtype=name)
         assert cache_dtype(config, torch.float32) == getattr(torch, name)

@@ -14,6 +14,21 @@ from paged_engine.request import SamplingParams
 from paged_engine.scheduling.sequence import ScheduledRange, Sequence, StepPlan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPE_PAIRS = [*((dtype, dtype) for dtype in DTYPES), *((dtype, torch.int8) for dtype in DTYPES)]
+"""Of queries, keys and values as they come, and of pages."""
+HEAD_DIMS = (8, 16, 24, 33, 64, 80, 128, 256)
+INT8_HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 256)
+"""Pages in int8 take multiples of 16."""
+
+
+def unwritten_cache(
+    num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Pages full of NaN; in int8 all bits are set, which makes NaN of the scales."""
+    if dtype == torch.int8:
+        shape = (num_pages, num_kv_heads, 2, page_size, head_dim + reference.SCALE_BYTES)
+        return torch.full(shape, -1, dtype=dtype)
+    return torch.full((num_pages, num_kv_heads, 2, page_size, head_dim), torch.nan, dtype=dtype)
 
 
 class Context:
@@ -34,10 +49,8 @@ class Context:
         needed = [-(-length // page_size) for length in lengths]
         pages = list(range(sum(needed) + 2))
         random.Random(seed).shuffle(pages)
-        self.cache = torch.full(
-            (len(pages), spec.num_kv_heads, 2, page_size, spec.head_dim),
-            torch.nan,
-            dtype=cache_dtype or dtype,
+        self.cache = unwritten_cache(
+            len(pages), spec.num_kv_heads, page_size, spec.head_dim, cache_dtype or dtype
         )
         self.sequences: list[Sequence] = []
         self.queries: list[torch.Tensor] = []
@@ -63,10 +76,10 @@ class Context:
         return build_batch(plan, self.page_size, torch.device("cpu")), query
 
 
-def random_spec(choose: random.Random) -> AttentionSpec:
+def random_spec(choose: random.Random, head_dims: Items[int] = HEAD_DIMS) -> AttentionSpec:
     """Any kind of attention layer."""
     num_kv_heads, group = choose.choice([1, 2, 3]), choose.choice([1, 2, 3, 7, 16, 21])
-    head_dim = choose.choice([8, 16, 24, 33, 64, 80, 128, 256])
+    head_dim = choose.choice(head_dims)
     return AttentionSpec(
         num_kv_heads * group,
         num_kv_heads,

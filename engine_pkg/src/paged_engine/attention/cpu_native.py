@@ -9,15 +9,16 @@ from paged_engine.execution.batch import Batch
 from paged_engine.kernels.library import AttentionStep, LibraryUnavailable
 from paged_engine.kernels.load import load_kernels
 from paged_engine.kernels.native import NativeKernels
+from paged_engine.kernels.reference import PANEL_WIDTH, SCALE_BYTES
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CpuAttention:
     """AttentionBackend on the native kernels; pages are [num_kv_heads, keys and values, page_size * head_dim], the order
-    inside the last axis being the kernels' own (native/api.h).
+    inside the last axis being the kernels' own (native/api.h). In int8, a scale for each token comes behind that.
 
-    Any head size and page size is taken; multiples of 16 of both are fast.
+    Any head size and page size is taken, in int8 multiples of 16; these are fast.
     """
 
     name = "cpu"
@@ -42,9 +43,10 @@ class CpuAttention:
         return self._planned
 
     def page_shape(self, layer: int) -> tuple[int, ...]:
-        """(num_kv_heads, 2, page_size, head_dim)."""
+        """(num_kv_heads, 2, page_size, head_dim), in int8 (num_kv_heads, 2, page_size, head_dim + 4)."""
         spec = self.setup.specs[layer]
-        return spec.num_kv_heads, 2, self.setup.page_size, spec.head_dim
+        size = spec.head_dim + (SCALE_BYTES if self.setup.cache_dtype == torch.int8 else 0)
+        return spec.num_kv_heads, 2, self.setup.page_size, size
 
     def bind(self, layer: int, cache: torch.Tensor) -> None:
         """Keep `cache`, [num_pages, *page_shape(layer)], and ask for large memory pages under it."""
@@ -80,9 +82,21 @@ def load_cpu_attention(setup: AttentionSetup) -> CpuAttention:
         raise BackendUnsupported(f"it computes on the CPU, the model is on {setup.device}")
     if any(spec.scale <= 0 for spec in setup.specs):
         raise BackendUnsupported("attention scales must be positive")
-    for name, dtype in (("dtype", setup.dtype), ("kv_cache_dtype", setup.cache_dtype)):
-        if dtype not in _DTYPES:
-            raise BackendUnsupported(f"{name} must be float32, bfloat16 or float16, got {dtype}")
+    if setup.dtype not in _DTYPES:
+        raise BackendUnsupported(f"dtype must be float32, bfloat16 or float16, got {setup.dtype}")
+    if setup.cache_dtype not in (*_DTYPES, torch.int8):
+        raise BackendUnsupported(
+            f"kv_cache_dtype must be float32, bfloat16, float16 or int8, got {setup.cache_dtype}"
+        )
+    if setup.cache_dtype == torch.int8:
+        for name, size in (
+            ("page_size", setup.page_size),
+            *(("the head size", spec.head_dim) for spec in setup.specs),
+        ):
+            if size % PANEL_WIDTH:
+                raise BackendUnsupported(
+                    f"with kv_cache_dtype int8 it takes multiples of {PANEL_WIDTH} only, {name} is {size}"
+                )
     try:
         return CpuAttention(setup, load_kernels(torch.get_num_threads()))
     except LibraryUnavailable as reason:

@@ -26,7 +26,7 @@ def _cpu(setup: AttentionSetup) -> AttentionBackend:
 def _torch(setup: AttentionSetup) -> AttentionBackend:
     from paged_engine.attention.torch_reference import TorchAttention
 
-    return TorchAttention(setup.specs, setup.page_size)
+    return TorchAttention(setup)
 
 
 _BACKENDS: dict[str, Callable[[AttentionSetup], AttentionBackend]] = {

@@ -7,15 +7,16 @@ only then rounded to the query's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paged_engine.attention.interface import AttentionSpec
+from paged_engine.attention.interface import AttentionSetup, AttentionSpec
 from paged_engine.execution.batch import Batch
+from paged_engine.kernels.reference import SCALE_BYTES, dequantize_heads, quantize_heads
 
 _MAX_GATHERED_TOKENS = {"cpu": 1 << 14, "cuda": 1 << 16}
 """By device type, keys gathered at once for sequences that compute one token each (padding included)."""
@@ -27,24 +28,26 @@ _MIN_BLOCK_ROWS = 32
 
 
 class TorchAttention:
-    """AttentionBackend in plain torch; pages are NHD: [keys and values, page_size, num_kv_heads, head_dim]."""
+    """AttentionBackend in plain torch; pages are NHD: [keys and values, page_size, num_kv_heads, head_dim], in int8 with the
+    bytes of a float32 scale behind each head's codes."""
 
     name = "torch"
 
-    def __init__(self, specs: Sequence[AttentionSpec], page_size: int) -> None:
-        self._specs = tuple(specs)
-        self._page_size = page_size
+    def __init__(self, setup: AttentionSetup) -> None:
+        self._specs = setup.specs
+        self._page_size = setup.page_size
+        self._scale_bytes = SCALE_BYTES if setup.cache_dtype == torch.int8 else 0
         self._caches: dict[int, torch.Tensor] = {}
         self._places = torch.empty(0, dtype=torch.int64)
         self._groups: list[_Group] = []
 
     def page_shape(self, layer: int) -> tuple[int, ...]:
-        """(2, page_size, num_kv_heads, head_dim)."""
+        """(2, page_size, num_kv_heads, head_dim), in int8 with SCALE_BYTES more."""
         spec = self._specs[layer]
-        return 2, self._page_size, spec.num_kv_heads, spec.head_dim
+        return 2, self._page_size, spec.num_kv_heads, spec.head_dim + self._scale_bytes
 
     def bind(self, layer: int, cache: torch.Tensor) -> None:
-        """Keep `cache`, [num_pages, 2, page_size, num_kv_heads, head_dim], as a list of places for one token each."""
+        """Keep `cache`, [num_pages, *page_shape(layer)], as a list of places for one token each."""
         self._caches[layer] = cache.view(-1, *cache.shape[3:])
 
     def plan(self, batch: Batch) -> None:
@@ -66,16 +69,18 @@ class TorchAttention:
         spec = self._specs[layer]
         cache = self._caches[layer]
         stored = storable(cache)
-        stored[self._places] = storable(round_to(cache.dtype, key))
-        stored[self._places + self._page_size] = storable(round_to(cache.dtype, value))
+        stored[self._places] = storable(_to_page(cache.dtype, key))
+        stored[self._places + self._page_size] = storable(_to_page(cache.dtype, value))
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in self._groups:
-            shape = (*group.key_places.shape, *cache.shape[1:])
+            shape = group.key_places.shape
             places = group.key_places.flatten()
             output[group.rows] = dense_attention(
                 query[group.rows],
-                stored.index_select(0, places).view(cache.dtype).view(shape),
-                stored.index_select(0, places + self._page_size).view(cache.dtype).view(shape),
+                _from_page(stored.index_select(0, places).view(cache.dtype)).unflatten(0, shape),
+                _from_page(stored.index_select(0, places + self._page_size).view(cache.dtype)).unflatten(
+                    0, shape
+                ),
                 group.visible[spec.sliding_window],
                 spec,
                 sinks,
@@ -94,6 +99,22 @@ def round_to(dtype: torch.dtype, heads: torch.Tensor) -> torch.Tensor:
 def storable(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, float8 as bytes: torch moves these by index on any device."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _to_page(dtype: torch.dtype, heads: torch.Tensor) -> torch.Tensor:
+    """Keys or values [num_tokens, num_kv_heads, head_dim] as they lie in pages of `dtype`."""
+    if dtype != torch.int8:
+        return round_to(dtype, heads)
+    codes, scales = quantize_heads(heads)
+    return torch.cat((codes, scales[..., None].view(dtype)), -1)
+
+
+def _from_page(stored: torch.Tensor) -> torch.Tensor:
+    """The heads that lie in pages as `stored`, in its dtype or, of int8, in float32."""
+    if stored.dtype != torch.int8:
+        return stored
+    codes, scale_bytes = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:]
+    return dequantize_heads(codes, scale_bytes.contiguous().view(torch.float32).squeeze(-1))
 
 
 def dense_attention(

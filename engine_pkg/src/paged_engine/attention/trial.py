@@ -26,7 +26,7 @@ def try_out(backend: AttentionBackend, setup: AttentionSetup) -> None:
         BackendUnsupported: the results differ from plain torch's.
     """
     layers = list({spec: layer for layer, spec in enumerate(setup.specs)}.values())
-    reference = TorchAttention(setup.specs, setup.page_size)
+    reference = TorchAttention(setup)
     lengths = (2 * setup.page_size + 3, 5)
     num_pages = sum(-(-(length + 1) // setup.page_size) for length in lengths)
     for candidate in (backend, reference):

@@ -85,7 +85,12 @@ class NativeKernels:
     def attention_layer(
         self, spec: AttentionSpec, page_size: int, query_dtype: torch.dtype, cache_dtype: torch.dtype
     ) -> AttentionLayer:
-        """What the attention kernels must know of a layer; both dtypes are float32, bfloat16 or float16."""
+        """What the attention kernels must know of a layer.
+
+        Args:
+            query_dtype: float32, bfloat16 or float16.
+            cache_dtype: one of these, or int8 where page_size and head_dim are multiples of 16.
+        """
         pages = PageLayout(spec.num_kv_heads, spec.head_dim, page_size, ElementType.of(cache_dtype))
         return AttentionLayer(
             pages,
@@ -119,7 +124,7 @@ class NativeKernels:
 
         Args:
             query: [num_tokens, num_query_heads, head_dim]; only the last axis must be contiguous.
-            cache: [num_pages, num_kv_heads, 2, page_size, head_dim], contiguous.
+            cache: [num_pages, num_kv_heads, 2, page_size, head_dim], in int8 with 4 bytes more for each token; contiguous.
             sinks: float32 [num_query_heads].
 
         Returns:

@@ -39,29 +39,35 @@ _Normal = Callable[..., torch.Tensor]
 
 def _check_attention(kernels: NativeKernels, normal: _Normal) -> Iterator[_Comparison]:
     """Rotary embedding, writing and attention for a prompt of several spans' length beside single tokens."""
-    for dtype in _DTYPES:
-        for page_size, head_dim in ((16, 64), (32, 80), (5, 24)):
+    for dtype, cache_dtype in (*((dtype, dtype) for dtype in _DTYPES), (torch.bfloat16, torch.int8)):
+        int8 = cache_dtype == torch.int8
+        for page_size, head_dim in ((16, 64), (32, 80), (32, 96) if int8 else (5, 24)):
             spec = AttentionSpec(6, 2, head_dim, head_dim**-0.5, sliding_window=290)
             batch = trial_batch((300, 40, 1), (300, 1, 1), page_size)
-            shape = (int(batch.page_indices.max()) + 1, spec.num_kv_heads, 2, page_size, head_dim)
-            cache = normal(*shape).to(dtype)
+            row = head_dim + reference.SCALE_BYTES if int8 else head_dim
+            shape = (int(batch.page_indices.max()) + 1, spec.num_kv_heads, 2, page_size, row)
+            cache = torch.zeros(shape, dtype=cache_dtype)
             expected_cache = cache.clone()
             query = normal(batch.num_tokens, 6, head_dim).to(dtype)
             key, value = (normal(batch.num_tokens, 2, head_dim).to(dtype) for _ in range(2))
-            cosines, sines = (normal(300, head_dim // 2) for _ in range(2))
+            angles = normal(300, head_dim // 2)
+            cosines, sines = angles.cos(), angles.sin()
             rotated, rotated_key = (
                 reference.rotate(heads, batch.positions, cosines, sines) for heads in (query, key)
             )
             reference.write_pages(expected_cache, rotated_key, value, batch.slots)
-            layer = kernels.attention_layer(spec, page_size, dtype, dtype)
+            layer = kernels.attention_layer(spec, page_size, dtype, cache_dtype)
             rotary = Rotary(
                 head_dim, 0, cosines.data_ptr(), sines.data_ptr(), batch.positions.data_ptr(), None, None, 0.0
             )
             kernels.rotate_and_write(layer, rotary, query, key, value, batch.slots, cache)
             yield "rotate_and_write", query, rotated
-            yield "rotate_and_write", cache, expected_cache
+            for got, expected in zip(
+                reference.read_pages(cache), reference.read_pages(expected_cache), strict=True
+            ):
+                yield "rotate_and_write", got.to(dtype), expected.to(dtype)
             output = kernels.attention(layer, kernels.attention_step(batch), query, cache)
-            yield "attention", output, reference.attention(rotated, expected_cache, spec, batch)
+            yield "attention", output, reference.attention(query, cache, spec, batch)
 
 
 def _check_rows(kernels: NativeKernels, normal: _Normal) -> Iterator[_Comparison]:

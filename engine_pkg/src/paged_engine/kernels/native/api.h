@@ -15,6 +15,8 @@ enum Activation : int32_t { kIdentity = 0, kSilu = 1, kGeluTanh = 2 };
 // Where keys and values lie. A page holds, per KV head, its keys and then its values. With page_size and head_dim
 // multiples of 16 both are panels of 16 tokens (see panels.h): keys [page_size / 16][head_dim / pair][16][pair], values
 // [page_size / pair][head_dim][pair], where pair is 2 for bf16 and 1 otherwise. Other sizes: both [page_size][head_dim].
+// int8 (quantized_heads.h) takes multiples of 16 only: pair is 4 for keys, whose codes are stored + 128, and 2 for values, and
+// behind the keys, as behind the values, come the tokens' scales, float [page_size].
 struct PageLayout {
   int32_t num_kv_heads;
   int32_t head_dim;

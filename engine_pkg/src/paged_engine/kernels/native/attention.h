@@ -6,64 +6,18 @@
 // arithmetic either way. So a row's result depends neither on the rows beside it nor on the number of threads.
 #pragma once
 
-#include "attention_work.h"
-#include "pages.h"
+#include "spans.h"
 #include "tiles.h"
 
 namespace {
 
-// Adds one span's softmax to a row's; never inlined, so that every caller rounds alike.
-__attribute__((noinline)) void merge(const State& state, int row, float maximum, float sum, const float* values) {
-  if (maximum == -kInfinity) return;
-  const float merged = larger(state.maxima[row], maximum);
-  const float old_factor = power_of_2(state.maxima[row] - merged), new_factor = power_of_2(maximum - merged);
-  state.maxima[row] = merged;
-  state.sums[row] = state.sums[row] * old_factor + sum * new_factor;
-  const Vector old_factors = broadcast(old_factor), new_factors = broadcast(new_factor);
-  float* out = state.values + int64_t(row) * state.dim;
-  for (int d = 0; d < state.dim; d += kWidth)
-    store(out + d, multiply_add(load(out + d), old_factors, load(values + d) * new_factors));
-}
-
-// Softmax weights of one row over the panels [panel_begin, panel_end) of a span, zero outside the keys [begin, end):
-// 2^(x - maximum), where x are the scaled scores in powers of two and the maximum is the largest.
-template <class Weight>
-void softmax(const AttentionLayer& layer, float* scores, int panel_begin, int panel_end, int begin, int end, Weight* weights,
-             float* row_maximum, float* row_sum) {
-  const int first = panel_begin * kPanelWidth, last = panel_end * kPanelWidth;
-  begin = smaller(larger(begin, first), last);
-  end = larger(smaller(end, last), begin);
-  float scale = layer.scale * kLog2E;
-  if (layer.soft_cap > 0) {
-    const Vector inverse = broadcast(layer.scale / layer.soft_cap);
-    for (int i = first; i < last; i += kWidth) store(scores + i, hyperbolic_tangent(load(scores + i) * inverse));
-    scale = layer.soft_cap * kLog2E;
-  }
-  for (int i = first; i < begin; i++) scores[i] = -kInfinity;
-  for (int i = end; i < last; i++) scores[i] = -kInfinity;
-  Vector maxima = broadcast(-kInfinity);
-  for (int i = first; i < last; i += kWidth) maxima = maximum(load(scores + i), maxima);
-  *row_maximum = horizontal_maximum(maxima) * scale;
-  *row_sum = 0;
-  if (*row_maximum == -kInfinity) {
-    memset((void*)(weights + first), 0, (last - first) * sizeof(Weight));
-    return;
-  }
-  Vector sums = {};
-  const Vector scales = broadcast(scale), shift = broadcast(-*row_maximum);
-  for (int i = first; i < last; i += kWidth) {
-    const Vector weight = power_of_2(multiply_add(load(scores + i), scales, shift));
-    sums += weight;
-    store(weights + i, weight);
-  }
-  *row_sum = horizontal_sum(sums);
-}
-
-template <class Product>
+// Queries times keys by KeyProduct, softmax weights times values by ValueProduct.
+template <class KeyProduct, class ValueProduct>
 class AttentionWorker {
-  using Element = typename Product::Right;
-  using Left = typename Product::Left;
-  static constexpr int kPair = Product::kPair;
+  using Element = typename KeyProduct::Right;
+  using Query = typename KeyProduct::Left;
+  using Weight = typename ValueProduct::Left;
+  static constexpr bool kInCodes = Pages<Element>::kInCodes;
 
  public:
   static constexpr int kItemRows = kBlockRows * 4;
@@ -78,22 +32,20 @@ class AttentionWorker {
         sinks_(sinks),
         out_(out),
         group_(layer.num_query_heads / layer.pages.num_kv_heads),
-        dim_(padded(layer.pages.head_dim)) {
+        dim_(padded(layer.pages.head_dim)),
+        spans_(pages_, dim_) {
     static thread_local Scratch scratch;
-    const int packed_span = pages_.in_panels ? 0 : kSpan * dim_;
-    const size_t bytes = Pieces::bytes<Left>(kItemRows * dim_) + Pieces::bytes<float>(State::floats(kItemRows, dim_)) +
-                         Pieces::bytes<float>(kBlockRows * kSpan) + Pieces::bytes<Left>(kBlockRows * kSpan) +
-                         Pieces::bytes<float>(kBlockRows * dim_) + 2 * Pieces::bytes<Element>(packed_span) +
-                         Pieces::bytes<Element>(kPanelWidth * dim_);
+    const size_t bytes = Pieces::bytes<Query>(kItemRows * dim_) + 2 * Pieces::bytes<float>(kItemRows) +
+                         Pieces::bytes<float>(State::floats(kItemRows, dim_)) + Pieces::bytes<float>(kBlockRows * kSpan) +
+                         Pieces::bytes<Weight>(kBlockRows * kSpan) + Pieces::bytes<float>(kBlockRows * dim_);
     Pieces pieces(scratch.reserve(bytes));
-    queries_ = pieces.take<Left>(kItemRows * dim_);
+    queries_ = pieces.take<Query>(kItemRows * dim_);
+    query_scales_ = pieces.take<float>(kItemRows);
+    query_starts_ = pieces.take<float>(kItemRows);
     state_memory_ = pieces.take<float>(State::floats(kItemRows, dim_));
     scores_ = pieces.take<float>(kBlockRows * kSpan);
-    weights_ = pieces.take<Left>(kBlockRows * kSpan);
+    weights_ = pieces.take<Weight>(kBlockRows * kSpan);
     block_values_ = pieces.take<float>(kBlockRows * dim_);
-    packed_keys_ = pieces.take<Element>(packed_span);
-    packed_values_ = pieces.take<Element>(packed_span);
-    last_values_ = pieces.take<Element>(kPanelWidth * dim_);
   }
 
   // Attends an item; leaves its rows in `out`, or the partial state of each of its spans.
@@ -121,7 +73,7 @@ class AttentionWorker {
     state.clear(rows);
     for (int span = item.span_begin; span < item.span_end; span++) {
       const State part = partial_state(item, span, partials, rows);
-      for (int r = 0; r < rows; r++) merge(state, r, part.maxima[r], part.sums[r], part.values + int64_t(r) * dim_);
+      for (int r = 0; r < rows; r++) merge(state, r, part.maxima[r], part.sums[r], part.values + int64_t(r) * dim_, 1);
     }
     finish(sequence, item, state);
   }
@@ -137,35 +89,47 @@ class AttentionWorker {
   void gather_queries(const Sequence& sequence, const WorkItem& item) {
     const int head_dim = pages_.head_dim;
     for (int row = item.row_begin; row < item.row_end; row++) {
-      Left* to = queries_ + int64_t(row - item.row_begin) * dim_;
-      read_row(head_of(query_, sequence.query_start + row / group_, query_head(item, row), layer_.query_type),
-               layer_.query_type, to, head_dim);
-      memset((void*)(to + head_dim), 0, (dim_ - head_dim) * sizeof(Left));
+      const int local = row - item.row_begin;
+      Query* to = queries_ + int64_t(local) * dim_;
+      const void* from = head_of(query_, sequence.query_start + row / group_, query_head(item, row), layer_.query_type);
+      if constexpr (kInCodes) {
+        IntVector sum = {};
+        with_type(layer_.query_type, [&](auto element) {
+          const auto* x = (const decltype(element)*)from;
+          const float scale = quantize_head(x, block_values_, head_dim, [&](int i, IntVector whole) {
+            sum += whole;
+            KeyProduct::write(to + i, whole);
+          });
+          query_scales_[local] = scale < kNegligible ? kNegligible : scale;  // not 0, with which -infinity would be NaN
+        });
+        query_starts_[local] = float(-kCodeBias * horizontal_sum(sum));
+      } else {
+        read_row(from, layer_.query_type, to, head_dim);
+        memset((void*)(to + head_dim), 0, (dim_ - head_dim) * sizeof(Query));
+      }
     }
   }
 
-  // Addresses of a span's panels of keys and of values.
-  struct Span {
-    int start, num_keys;  // position of the first key; 0 keys: nothing is there
-    const Element *keys[kSpanPanels], *values[kSpanPanels];
-  };
-
   void attend_span(const Sequence& sequence, const WorkItem& item, int index, const State& state) {
-    Span span, next;
-    locate(sequence, item, index, span);
-    const bool fetch = pages_.in_panels && item.row_end - item.row_begin <= kBlockRows;
-    if (fetch) {
-      locate(sequence, item, index + 1 < item.span_end ? index + 1 : index, next);
-      for (int i = ceil_div(next.num_keys, kPanelWidth); i < kSpanPanels; i++) next.keys[i] = next.keys[0];
+    Span<Element> span, next;
+    spans_.find(sequence, item.kv_head, index, span);
+    const bool fetch_next = pages_.in_panels && item.row_end - item.row_begin <= kBlockRows;
+    if (fetch_next) {
+      spans_.find(sequence, item.kv_head, index + 1 < item.span_end ? index + 1 : index, next);
+      for (int i = 0; kInCodes && i < next.num_panels(); i++) {
+        fetch(next.key_scales[i]);
+        fetch(next.value_scales[i]);
+      }
+      for (int i = next.num_panels(); i < kSpanPanels; i++) next.keys[i] = next.keys[0];
     }
-    silence_last_values(span);
+    spans_.silence_last_values(span);
     for (int row = item.row_begin; row < item.row_end; row += kBlockRows) {
       const int rows = smaller(kBlockRows, item.row_end - row);
       const int begin = visible(sequence, row).begin - span.start, end = visible(sequence, row + rows - 1).end - span.start;
       const int panel_begin = larger(begin, 0) / kPanelWidth;
       const int panel_end = ceil_div(smaller(end, span.num_keys), kPanelWidth);
       if (panel_begin >= panel_end) continue;
-      if (fetch)
+      if (fetch_next)
         attend_block<true>(sequence, item, row, rows, span, next.keys, panel_begin, panel_end, state);
       else
         attend_block<false>(sequence, item, row, rows, span, nullptr, panel_begin, panel_end, state);
@@ -174,77 +138,39 @@ class AttentionWorker {
 
   // While the keys are read the values are fetched, and meanwhile the next span's keys.
   template <bool Fetch>
-  void attend_block(const Sequence& sequence, const WorkItem& item, int row, int rows, const Span& span,
+  void attend_block(const Sequence& sequence, const WorkItem& item, int row, int rows, const Span<Element>& span,
                     const Element* const* next_keys, int panel_begin, int panel_end, const State& state) {
     const int num_panels = panel_end - panel_begin, first = panel_begin * kPanelWidth, local = row - item.row_begin;
-    Panels<Element> keys = {span.keys + panel_begin, 1, 0, 1, 0, dim_, kPanelWidth * kPair, num_panels};
-    Panels<Element> values = {span.values + panel_begin, num_panels,   1,          0, kPanelWidth * kPair,
-                              kPanelWidth,               dim_ * kPair, dim_ / kPanelWidth};
+    constexpr int kValuePair = ValueProduct::kPair;
+    Panels<Element> keys = {span.keys + panel_begin, 1, 0, 1, 0, dim_, kPanelWidth * KeyProduct::kPair, num_panels};
+    Panels<Element> values = {span.values + panel_begin, num_panels,        1,          0, kPanelWidth * kValuePair,
+                              kPanelWidth,               dim_ * kValuePair, dim_ / kPanelWidth};
     if constexpr (Fetch) {
       keys.upcoming = span.values + panel_begin;
       values.upcoming = next_keys + panel_begin;
     }
-    multiply<Product, Fetch>(queries_ + int64_t(local) * dim_, dim_, rows, keys, scores_ + first, kSpan);
-    float maxima[kBlockRows], sums[kBlockRows];
+    multiply<KeyProduct, Fetch>(queries_ + int64_t(local) * dim_, dim_, rows, keys, scores_ + first, kSpan);
+    float maxima[kBlockRows], sums[kBlockRows], value_scales[kBlockRows];
     for (int r = 0; r < rows; r++) {
       const Visible seen = visible(sequence, row + r);
-      softmax(layer_, scores_ + r * kSpan, panel_begin, panel_end, seen.begin - span.start, seen.end - span.start,
-              weights_ + r * kSpan, &maxima[r], &sums[r]);
-    }
-    multiply<Product, Fetch>(weights_ + first, kSpan, rows, values, block_values_, dim_);
-    for (int r = 0; r < rows; r++) merge(state, local + r, maxima[r], sums[r], block_values_ + r * dim_);
-  }
-
-  // Finds the panels of the span `index`; packs them first where pages do not hold panels.
-  void locate(const Sequence& sequence, const WorkItem& item, int index, Span& span) {
-    span.start = index * kSpan;
-    span.num_keys = smaller(sequence.context_len - span.start, kSpan);
-    const int num_panels = ceil_div(span.num_keys, kPanelWidth);
-    if (!pages_.in_panels) {
-      pack(sequence, item.kv_head, span);
-      for (int i = 0; i < num_panels; i++) {
-        span.keys[i] = packed_keys_ + i * kPanelWidth * dim_;
-        span.values[i] = packed_values_ + i * kPanelWidth * dim_;
+      const int begin = seen.begin - span.start, end = seen.end - span.start;
+      float* scores = scores_ + r * kSpan;
+      Weight* weights = weights_ + r * kSpan;
+      const auto weigh = [&](float score_scale, auto keep) {
+        softmax(layer_, scores, score_scale, panel_begin, panel_end, begin, end, &maxima[r], &sums[r], keep);
+      };
+      if constexpr (kInCodes) {
+        scale_scores(scores + first, num_panels, query_starts_[local + r], span.key_scales + panel_begin);
+        ScaledWeights scaled(scores, span.value_scales);
+        weigh(query_scales_[local + r], [&](int i, Vector weight) { scaled.keep(i, weight); });
+        value_scales[r] = scaled.quantize(weights, first, panel_end * kPanelWidth);
+      } else {
+        weigh(1, [=](int i, Vector weight) { store(weights + i, weight); });
+        value_scales[r] = 1;
       }
-      return;
     }
-    const int32_t* page = sequence.pages + span.start / pages_.page_size;
-    int offset = span.start % pages_.page_size;
-    for (int i = 0; i < num_panels; i++, offset += kPanelWidth) {
-      if (offset == pages_.page_size) {
-        page++;
-        offset = 0;
-      }
-      span.keys[i] = pages_.keys(*page, item.kv_head) + int64_t(offset) * dim_;
-      span.values[i] = span.keys[i] + pages_.half();
-    }
-  }
-
-  // What lies behind the last token of a panel may be anything, even NaN, which a weight of zero would not silence.
-  void silence_last_values(Span& span) {
-    const int num_panels = ceil_div(span.num_keys, kPanelWidth), last = span.num_keys % kPanelWidth;
-    if (last == 0 || !pages_.in_panels) return;
-    memcpy((void*)last_values_, span.values[num_panels - 1], kPanelWidth * dim_ * sizeof(Element));
-    for (int offset = last; offset < kPanelWidth; offset++)
-      for (int d = 0; d < dim_; d++) last_values_[offset / kPair * kPair * dim_ + d * kPair + offset % kPair] = Element{};
-    span.values[num_panels - 1] = last_values_;
-  }
-
-  void pack(const Sequence& sequence, int kv_head, const Span& span) {
-    const size_t bytes = sizeof(Element) * ceil_div(span.num_keys, kPanelWidth) * kPanelWidth * dim_;
-    memset((void*)packed_keys_, 0, bytes);
-    memset((void*)packed_values_, 0, bytes);
-    const int head_dim = pages_.head_dim;
-    for (int i = 0; i < span.num_keys; i++) {
-      const int64_t page = sequence.pages[(span.start + i) / pages_.page_size];
-      const int64_t from = (span.start + i) % pages_.page_size * int64_t(head_dim);
-      const Element* key = pages_.keys(page, kv_head) + from;
-      const Element* value = pages_.values(page, kv_head) + from;
-      Element* packed = packed_keys_ + i / kPanelWidth * kPanelWidth * dim_ + i % kPanelWidth * kPair;
-      for (int d = 0; d < head_dim; d++) packed[d / kPair * kPanelWidth * kPair + d % kPair] = key[d];
-      packed = packed_values_ + i / kPair * kPair * dim_ + i % kPair;
-      for (int d = 0; d < head_dim; d++) packed[d * kPair] = value[d];
-    }
+    multiply<ValueProduct, Fetch>(weights_ + first, kSpan, rows, values, block_values_, dim_);
+    for (int r = 0; r < rows; r++) merge(state, local + r, maxima[r], sums[r], block_values_ + r * dim_, value_scales[r]);
   }
 
   void finish(const Sequence& sequence, const WorkItem& item, const State& state) {
@@ -259,6 +185,7 @@ class AttentionWorker {
       float* values = state.values + int64_t(local) * dim_;
       const Vector scale = broadcast(factor / sum);
       for (int d = 0; d < dim_; d += kWidth) store(values + d, load(values + d) * scale);
+      if constexpr (kInCodes) transform_head(values, values, dim_);
       const int64_t token = sequence.query_start + row / group_;
       write_row(values, at(out_, (token * layer_.num_query_heads + head) * pages_.head_dim, layer_.query_type),
                 layer_.query_type, pages_.head_dim);
@@ -273,20 +200,19 @@ class AttentionWorker {
   void* out_;
   const int group_;
   const int dim_;  // head_dim, rounded up to whole panels
-  Left* queries_;
+  const SpanReader<Element> spans_;
+  Query* queries_;
+  float* query_scales_;  // of queries in codes: what code 1 stands for,
+  float* query_starts_;  // and where their products start
   float* state_memory_;
   float* scores_;
-  Left* weights_;
+  Weight* weights_;
   float* block_values_;
-  Element* packed_keys_;
-  Element* packed_values_;
-  Element* last_values_;
 };
 
-template <class Product>
+template <class Worker>
 void attend(const AttentionLayer& layer, const AttentionStep& step, const Heads& query, const void* cache,
             const float* sinks, void* out, Team& team) {
-  using Worker = AttentionWorker<Product>;
   const WorkList work(layer, step, Worker::kItemRows, Worker::padded(layer.pages.head_dim));
   TileScope tiles;
   Worker worker(layer, step, query, cache, sinks, out);
@@ -300,11 +226,15 @@ void attend(const AttentionLayer& layer, const AttentionStep& step, const Heads&
 
 inline void attend(const AttentionLayer& layer, const AttentionStep& step, const Heads& query, const void* cache,
                    const float* sinks, void* out, Team& team) {
-  const auto run = [&](auto product) { attend<decltype(product)>(layer, step, query, cache, sinks, out, team); };
-  if (layer.pages.element_type == kFloat32) return run(FloatProduct<float>{});
-  if (layer.pages.element_type == kFloat16) return run(FloatProduct<fp16>{});
-  if (layer.query_type == kBfloat16) return run(BestBf16Product{});
-  run(Bf16Product{});
+  const auto run = [&](auto key_product, auto value_product) {
+    attend<AttentionWorker<decltype(key_product), decltype(value_product)>>(layer, step, query, cache, sinks, out, team);
+  };
+  const ElementType type = layer.pages.element_type;
+  if (type == kInt8) return run(KeyCodes{}, ValueCodes{});
+  if (type == kFloat32) return run(FloatProduct<float>{}, FloatProduct<float>{});
+  if (type == kFloat16) return run(FloatProduct<fp16>{}, FloatProduct<fp16>{});
+  if (layer.query_type == kBfloat16) return run(BestBf16Product{}, BestBf16Product{});
+  run(Bf16Product{}, Bf16Product{});
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include "elements.h"
 #include "panels.h"
+#include "softmax.h"
 #include "team.h"
 
 namespace {
@@ -37,24 +38,6 @@ struct Visible {
   int begin, end;
   Visible(const AttentionLayer& layer, int position)
       : begin(layer.sliding_window > 0 ? larger(0, position + 1 - layer.sliding_window) : 0), end(position + 1) {}
-};
-
-// Running softmax of a block of rows: the largest score (in powers of two), the sum of weights, and the weighted values
-// not yet divided by it.
-struct State {
-  float* maxima;
-  float* sums;
-  float* values;  // [rows][dim]
-  int dim;
-
-  static size_t floats(int rows, int dim) { return size_t(rows) * (dim + 2); }
-  State(float* memory, int rows, int dim_)
-      : maxima(memory), sums(memory + rows), values(memory + 2 * rows), dim(dim_) {}
-  void clear(int rows) const {
-    for (int r = 0; r < rows; r++) maxima[r] = -kInfinity;
-    memset(sums, 0, rows * sizeof(float));
-    memset(values, 0, size_t(rows) * dim * sizeof(float));
-  }
 };
 
 // The step's work: items that finish their rows or leave pieces of them, and the items that merge the pieces. Chunks,

@@ -19,7 +19,7 @@ inline void rms_norm(const void* x, float* residual, const float* weight, void* 
 
 inline void rotate_and_write(const AttentionLayer& layer, const Rotary& rotary, const Heads& query, const Heads& keys,
                              const Heads& values, const int64_t* slots, int64_t num_tokens, void* cache, Team& team) {
-  with_type(layer.pages.element_type, [&](auto element) {
+  with_page_type(layer.pages, [&](auto element) {
     const Pages<decltype(element)> pages(layer.pages, cache);
     rotate_and_write(pages, layer, rotary, query, keys, values, slots, num_tokens, team);
   });

@@ -2,8 +2,8 @@
 //
 // A panel holds `depth` rows of 16 columns. Elements of 16 bits that are multiplied in pairs (bf16) lie pair-interleaved,
 // [depth / 2][16][2]; others lie [depth][16]. That is what both AVX512-BF16's dot product and an AMX tile read. Keys of 16
-// tokens, values of 16 tokens, and 16 output channels of a linear layer are all panels. int8 has a product of its own
-// (quantized.h).
+// tokens, values of 16 tokens, and 16 output channels of a linear layer are all panels. The int8 codes of keys lie [depth / 4][16][4], those of values like
+// bf16 (quantized_heads.h); int8 weights have a product of their own (quantized.h).
 //
 // Every element of a product is one sum over the depth in ascending order, whatever the rows or panels beside it, so a
 // row's result does not depend on its neighbours.
@@ -61,8 +61,13 @@ struct Panels {
 
 constexpr int kBlockRows = 12;  // rows that attention takes at a time: their scores over a span stay in the nearest cache
 
+struct FloatSums {
+  using Sum = Vector;
+  static Vector to_float(Sum sum) { return sum; }
+};
+
 template <class Element>
-struct FloatProduct {  // float rows times float or fp16 panels
+struct FloatProduct : FloatSums {  // float rows times float or fp16 panels
   using Left = float;
   using Right = Element;
   using Operand = Vector;
@@ -71,7 +76,7 @@ struct FloatProduct {  // float rows times float or fp16 panels
   static Vector accumulate(Vector sum, const Left* a, Operand b) { return multiply_add(broadcast(*a), b, sum); }
 };
 
-struct Bf16Product {  // float rows times pair-interleaved bf16 panels
+struct Bf16Product : FloatSums {  // float rows times pair-interleaved bf16 panels
   using Left = float;
   using Right = bf16;
   struct Operand {
@@ -89,7 +94,7 @@ struct Bf16Product {  // float rows times pair-interleaved bf16 panels
 };
 
 #if defined(__AVX512BF16__)
-struct Bf16Dot {  // bf16 rows times pair-interleaved bf16 panels
+struct Bf16Dot : FloatSums {  // bf16 rows times pair-interleaved bf16 panels
   using Left = bf16;
   using Right = bf16;
   using Operand = __m512i;
@@ -147,7 +152,7 @@ __attribute__((noinline)) void multiply_in_registers(const typename Product::Lef
   constexpr int kRowGroup = 3;  // rows that one address register serves
   const typename Product::Left* rows[(Rows + kRowGroup - 1) / kRowGroup];
   for (int r = 0; r < Rows; r += kRowGroup) rows[r / kRowGroup] = a + r * a_stride;
-  Vector sums[Rows][kVectors] = {};
+  typename Product::Sum sums[Rows][kVectors] = {};
   const ptrdiff_t step_stride = panels.row_stride * (Product::kStep / Product::kPair);
   const int steps = panels.segment_depth / Product::kStep;
   for (int segment = 0; segment < panels.segments; segment++) {
@@ -180,7 +185,7 @@ __attribute__((noinline)) void multiply_in_registers(const typename Product::Lef
     }
   }
   for (int r = 0; r < Rows; r++)
-    for (int v = 0; v < kVectors; v++) store(c + r * c_stride + v * kWidth, sums[r][v]);
+    for (int v = 0; v < kVectors; v++) store(c + r * c_stride + v * kWidth, Product::to_float(sums[r][v]));
 }
 
 // The same for any number of rows and all panels.

@@ -9,6 +9,14 @@
 namespace {
 
 constexpr int kLineBytes = 64;               // of a cache
+// How many rows go with 1, 2 or 4 panels, see panels.h; totals take registers too.
+#if defined(__AVX512F__)
+constexpr int kCodeRowsWith1 = 0, kCodeRowsWith2 = 9, kCodeRowsWith4 = 2;
+#elif defined(__AVX2__)
+constexpr int kCodeRowsWith1 = 4, kCodeRowsWith2 = 0, kCodeRowsWith4 = 0;
+#else
+constexpr int kCodeRowsWith1 = 2, kCodeRowsWith2 = 0, kCodeRowsWith4 = 0;
+#endif
 constexpr int kSumStride = 4 * kPanelWidth;  // floats from one row of sums to the next
 
 // c[r][n * 16 + j] = sum over the depth of row r times channel j of panel n, for Rows rows and the Count panels from `first`
@@ -71,7 +79,7 @@ __attribute__((noinline)) void multiply_quantized_block(const QuantizedRows& row
 
 // Any number of rows times `num_panels` panels in pairs. What pairs[num_panels / 2] points to will be needed next.
 inline void multiply_quantized(const QuantizedRows& rows, int num_rows, const uint8_t* const* pairs, int num_panels, float* c) {
-  constexpr int kFew = ByteProduct::kRowsWith4, kUsual = ByteProduct::kRowsWith2, kSingle = ByteProduct::kRowsWith1;
+  constexpr int kFew = kCodeRowsWith4, kUsual = kCodeRowsWith2, kSingle = kCodeRowsWith1;
   const int64_t pair_size = rows.depth / kGroupDepth * kGroupBytes;
   for (int n = 0, count; n < num_panels; n += count) {
     count = num_rows <= kFew && num_panels - n >= 4 ? 4 : kUsual > 0 ? 2 : 1;

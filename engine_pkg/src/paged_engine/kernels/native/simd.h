@@ -278,6 +278,23 @@ inline IntVector nearest_integers(Vector x) {  // for |x| < 2^22
 #endif
 }
 
+// The low bits of whole numbers.
+inline void store(int8_t* p, IntVector whole) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)whole));
+#else
+  for (int i = 0; i < kWidth; i++) p[i] = int8_t(whole[i]);
+#endif
+}
+inline void store(int16_t* p, IntVector whole) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)whole));
+#else
+  const HalfVector half = __builtin_convertvector(whole, HalfVector);
+  memcpy(p, &half, sizeof half);
+#endif
+}
+
 // 2^x for x <= 127 to about 1e-7 of the result for each unit of |x|; 0 for x below -126, NaN for NaN, and 2^0 is 1.
 inline Vector power_of_2(Vector x) {
   const Vector bounded = maximum(broadcast(-150.0f), x);

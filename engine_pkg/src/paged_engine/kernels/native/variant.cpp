@@ -18,7 +18,7 @@ void EXPORT(attention)(const AttentionLayer* layer, const AttentionStep* step, c
 
 void EXPORT(write_pages)(const PageLayout* layout, const Heads* keys, const Heads* values, ElementType type,
                          const int64_t* slots, int64_t num_tokens, void* cache, int32_t num_threads) {
-  with_type(layout->element_type, [&](auto element) {
+  with_page_type(*layout, [&](auto element) {
     const Pages<decltype(element)> pages(*layout, cache);
     Team::run(num_threads, num_tokens <= 16, 0,
               [&](Team& team) { write_pages(pages, *keys, *values, type, slots, num_tokens, team); });
