@@ -2,8 +2,8 @@
 //
 // A panel holds `depth` rows of 16 columns. Elements of 16 bits that are multiplied in pairs (bf16) lie pair-interleaved,
 // [depth / 2][16][2]; others lie [depth][16]. That is what both AVX512-BF16's dot product and an AMX tile read. Keys of 16
-// tokens, values of 16 tokens, and 16 output channels of a linear layer are all panels. The int8 codes of keys lie [depth / 4][16][4], those of values like
-// bf16 (quantized_heads.h); int8 weights have a product of their own (quantized.h).
+// tokens, values of 16 tokens, and 16 output channels of a linear layer are all panels. The int8 codes of keys lie
+// [depth / 4][16][4], those of values like bf16 (quantized_heads.h); int8 weights have a product of their own (quantized.h).
 //
 // Every element of a product is one sum over the depth in ascending order, whatever the rows or panels beside it, so a
 // row's result does not depend on its neighbours.

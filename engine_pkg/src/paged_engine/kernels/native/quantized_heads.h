@@ -1,7 +1,8 @@
 // Keys, values and queries in int8: a head of one token is transformed (hadamard.h) and gets one scale.
 //
-// The product of a query with keys is one of codes, and exact up to a head size of 512. Softmax weights take their value's scale before they are rounded
-// to 15 bits, and the weighted values are transformed back at the end. All of it is the same whatever rows and tokens are near.
+// The product of a query with keys is one of codes, and exact up to a head size of 512. Softmax weights take their value's scale
+// before they are rounded to 15 bits, and the weighted values are transformed back at the end. All of it is the same whatever
+// rows and tokens are near.
 #pragma once
 
 #include "byte_product.h"
