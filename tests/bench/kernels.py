@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -119,20 +120,24 @@ def bench_linear(
 def bench_attention(
     kernels: NativeKernels, roofline: Roofline, page_size: int, title: str, repeats: int
 ) -> None:
-    """SmolLM2-135M's attention: 9 query heads, 3 KV heads of 64, bf16; includes writing the step's keys and values."""
+    """SmolLM2-135M's attention: 9 query heads, 3 KV heads of 64, bf16, pages in bf16 or int8; writes the step's keys and values."""
     contexts, queries = CONTEXTS[title]
     batch = trial_batch(contexts, queries, page_size)
     query, key, value = (torch.randn(batch.num_tokens, heads, 64).bfloat16() for heads in (9, 3, 3))
     setup = AttentionSetup((AttentionSpec(9, 3, 64, 0.125),), page_size, CPU, torch.bfloat16, torch.bfloat16)
+    in_int8 = replace(setup, cache_dtype=torch.int8)
     backends: dict[str, AttentionBackend] = {
         "torch": TorchAttention(setup),
         "native": CpuAttention(setup, kernels),
+        "native int8": CpuAttention(in_int8, kernels),
     }
-    for backend in backends.values():
-        num_pages = int(batch.page_indices.max()) + 1
-        pages = torch.empty(num_pages, *backend.page_shape(0), dtype=torch.bfloat16)
-        backend.bind(0, pages)
-        pages.normal_()
+    num_slots = (int(batch.page_indices.max()) + 1) * page_size
+    whole = trial_batch((num_slots,), (num_slots,), page_size)
+    for name, backend in backends.items():
+        dtype = torch.int8 if "int8" in name else torch.bfloat16
+        backend.bind(0, torch.zeros(num_slots // page_size, *backend.page_shape(0), dtype=dtype))
+        backend.plan(whole)
+        backend.attend(0, *(torch.randn(num_slots, heads, 64).bfloat16() for heads in (9, 3, 3)))
         backend.plan(batch)
     times = compare(
         {
