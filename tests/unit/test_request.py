@@ -63,6 +63,17 @@ def test_a_huge_value_is_shown_shortened() -> None:
     assert len(refusal(temperature="9" * 10_000 + "x")) < 200
 
 
+def test_of_a_long_list_it_is_said_how_long_it_is() -> None:
+    message = refusal(stop=["x"] * 300)
+    assert "at most 256 strings" in message
+    assert message.endswith("… (300 elements)")
+
+
+def test_a_bias_out_of_range_is_shown_with_its_token() -> None:
+    assert refusal(logit_bias={"7": 1, "8": -100.5}).endswith("from -100 to 100, got -100.5 for token 8")
+    assert refusal(logit_bias={"7": math.nan}).endswith("got NaN for token 7")
+
+
 @pytest.mark.parametrize("top_k", [10**9, 0, -1, 1, "50"])
 def test_every_sensible_top_k_is_taken(top_k: object) -> None:
     assert SamplingParams.parse({"top_k": top_k}).top_k == int(str(top_k))

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from paged_engine.errors import RequestError
 from paged_engine.structured_outputs import StructuredOutputsValue
-from paged_engine.validation import Decimal, Flag, Strings, Whole, explain
+from paged_engine.validation import Decimal, Flag, Strings, Whole, explain, shown
 
 _MAX_INT64 = 2**63 - 1
 _MAX_UINT64 = 2**64 - 1
@@ -71,7 +71,9 @@ class SamplingParams(BaseModel):
         default_factory=dict, description="an object of token id: finite number from -100 to 100"
     )
     structured_outputs: StructuredOutputsValue | None = Field(
-        None, description="an object with exactly one of json, json_object, regex, choice and grammar"
+        None,
+        description="an object with exactly one of json, json_object, regex, choice (a list of at least one string) "
+        "and grammar",
     )
     ignore_eos: Flag = Field(False, description="true or false")
     logprobs: Whole | None = Field(None, ge=0, le=100, description="a whole number from 0 to 100")
@@ -103,8 +105,12 @@ class SamplingParams(BaseModel):
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must be a list of at least one token id, got an empty one")
-        if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
-            raise ValueError("logit_bias must be an object of token id: finite number from -100 to 100")
+        for token_id, bias in self.logit_bias.items():
+            if not -100 <= bias <= 100:
+                raise ValueError(
+                    "logit_bias must be an object of token id: finite number from -100 to 100, "
+                    f"got {shown(bias)} for token {token_id}"
+                )
         if self.truncate_prompt_tokens == 0:
             raise ValueError(
                 "truncate_prompt_tokens must be a whole number >= 1, or -1 for as many as fit, got 0"

@@ -41,7 +41,10 @@ def shown(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[:_MAX_SHOWN_CHARACTERS] + "…"
+    if len(text) <= _MAX_SHOWN_CHARACTERS:
+        return text
+    length = f" ({len(value)} elements)" if isinstance(value, (list, dict)) else ""
+    return f"{text[:_MAX_SHOWN_CHARACTERS]}…{length}"
 
 
 def explain(error: ValidationError, model: type[BaseModel], values: dict[str, Any], kind: str) -> str:

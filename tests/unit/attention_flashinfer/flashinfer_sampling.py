@@ -19,7 +19,9 @@ def draw(
     # The first draw of a row is among probabilities up to 1, and a row without any is looked at before its beginning.
     demand(bool(((probs.sum(dim=-1) - 1).abs() < 1e-3).all() and (probs >= 0).all()), "a row's sum is 1")
     demand(top_p.dtype == torch.float32 and top_p.shape == probs.shape[:1], "one top_p for each row")
-    demand(bool((top_p > 0).all() and (top_p <= 1).all()), "0 < top_p <= 1")
+    # Compiled with fast math they take what is less for zero, and draw for ever.
+    least = torch.finfo(torch.float32).tiny
+    demand(bool((top_p >= least).all() and (top_p <= 1).all()), f"{least} <= top_p <= 1")
     demand(0 <= seed < 2**63 and 0 <= offset < 2**63, "seed and offset are 64-bit numbers")
     weights = probs.double()
     if top_k is not None:

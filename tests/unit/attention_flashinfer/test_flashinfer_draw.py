@@ -32,6 +32,8 @@ FILTERS: list[dict[str, Any]] = [
     {"temperature": 0.4},
     {"top_p": 0.8},
     {"top_p": 1e-6},
+    {"top_p": 1e-40},
+    {"top_p": 1e-60},
     {"top_k": 5},
     {"top_k": 5, "top_p": 0.7},
     {"top_k": 10**9, "top_p": 0.95, "temperature": 2.0},

@@ -56,7 +56,7 @@ def test_a_fault_outside_the_model_beside_a_stream(serve: Serve, look_ahead: boo
     failing = served.ask("[[fault:step]]")
     served.model.go_on()
     assert failing.wait().error == "INTERNAL: the step failed: Fault: step"
-    assert running.wait().error in (None, "INTERNAL: the step failed: Fault: step")
+    assert running.wait().error in ("", "INTERNAL: the step failed: Fault: step")
     assert served.service.is_ready()
     assert served.ask().wait().text == ALPHABET
     served.assert_clean()

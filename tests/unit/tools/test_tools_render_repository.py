@@ -159,3 +159,9 @@ def test_the_server_is_tuned_to_the_model_only_where_it_is_alone(repository: Pat
     assert server_arguments(repository) == ["--backend-config=python,thread-pool-size=1"]
     make_model(repository, "another")
     assert server_arguments(repository) == []
+
+
+def test_a_model_without_a_configuration_is_no_less_a_model(repository: Path) -> None:
+    make_model(repository, "another")
+    (repository / "another/config.pbtxt").unlink()
+    assert server_arguments(repository) == []

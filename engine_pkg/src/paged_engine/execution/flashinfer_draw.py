@@ -23,6 +23,8 @@ from paged_engine.execution.transfer import to_device
 
 _log = logging.getLogger(__name__)
 
+_LEAST_TOP_P = float(np.finfo(np.float32).tiny)
+"""What is less is zero to the kernels. No token satisfies that, and they never end."""
 _TRIAL = np.array([0.5, 0.25, 0.15, 0.1])
 """Probabilities of the only tokens that the trial may draw."""
 _TRIALS: tuple[tuple[Mapping[str, float], tuple[float, ...]], ...] = (
@@ -63,7 +65,7 @@ class FlashInferDraw:
             (1 / controls.temperature).astype(np.float32),
             controls.min_p,
             controls.top_k.astype(np.int32),
-            controls.top_p.astype(np.float32),
+            np.maximum(controls.top_p, _LEAST_TOP_P).astype(np.float32),
         )
         probabilities = relative_weights(logits, inverse_temperature)
         if (controls.min_p > 0).any():

@@ -64,8 +64,8 @@ def server_arguments(repository: Path) -> list[str]:
     Triton's Python backend has 32 threads that pass responses on, in turn, each time one whose caches are cold. Our model
     sends one response after another, so one thread does. Other models may need more, to be called by Python models.
     """
-    is_alone = len(list(repository.glob(f"*/{_CONFIG_FILE}"))) == 1
-    return ["--backend-config=python,thread-pool-size=1"] if is_alone else []
+    num_models = sum(folder.is_dir() for folder in repository.iterdir())  # not all need a config.pbtxt
+    return ["--backend-config=python,thread-pool-size=1"] if num_models == 1 else []
 
 
 def set_parameters(
