@@ -116,11 +116,12 @@ class ResponseAssembler:
         pending = self._pending
         self._pending = [_Pending() for _ in pending]
         options = self._options
+        is_due = is_final or not options.return_at_end
         tensors = {"text_output": _strings([item.text for item in pending])}
-        if options.return_finish_reason:
+        if options.return_finish_reason and is_due:
             reasons = ["None" if reason is None else reason.value for reason in self._finish_reasons]
             tensors["finish_reason"] = self._repeat("finish_reason", reasons, _strings)
-        if options.return_num_input_tokens:
+        if options.return_num_input_tokens and is_due:
             tensors["num_input_tokens"] = self._repeat("num_input_tokens", [self._num_prompt_tokens], _counts)
         if options.return_num_output_tokens:
             counts = [len(item.token_ids) for item in pending]
