@@ -58,6 +58,7 @@ DATATYPES = {
     "return_cumulative_logprob": "BOOL",
     "return_logprobs": "BOOL",
     "return_token_ids": "BOOL",
+    "return_at_end": "BOOL",
     "priority": "INT32",
     "timeout_ms": "INT64",
     "beam_width": "INT32",

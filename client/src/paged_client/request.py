@@ -136,7 +136,8 @@ _OPTION_TYPES: dict[str, tuple[str, bool]] = {
 }
 """Datatype of each option's tensor, and whether it has exactly one element."""
 
-_ALWAYS_ASKED = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
+_ALWAYS_ASKED = ("return_finish_reason", "return_num_input_tokens", "return_at_end")
+"""The last makes the other two come once, at the end of a stream: each output of a response costs time."""
 
 
 def build_request(
@@ -151,14 +152,17 @@ def build_request(
     unknown = [name for name in given if name not in _OPTION_TYPES]
     if unknown:
         raise TypeError(_unknown_option(unknown[0]))
+    if further is not None and not isinstance(further, Mapping):
+        raise InvalidRequest.local(f"sampling_parameters must be a mapping, got {_describe(further)}")
     if "logprobs" in given:
         given.setdefault("return_logprobs", True)
     tensors = [_prompt_tensor(prompt), _tensor("stream", "BOOL", True, stream)]
     tensors += [_tensor(name, "BOOL", True, True) for name in _ALWAYS_ASKED]
+    if not given.get("return_token_ids") or {"n", "num_return_sequences"} & {*given, *(further or ())}:
+        # not where there are only the ids of one sequence, which are their own count
+        tensors.append(_tensor("return_num_output_tokens", "BOOL", True, True))
     tensors += [_tensor(name, *_OPTION_TYPES[name], value) for name, value in given.items()]
     if further is not None:
-        if not isinstance(further, Mapping):
-            raise InvalidRequest.local(f"sampling_parameters must be a mapping, got {_describe(further)}")
         tensors.append(
             _tensor("sampling_parameters", "BYTES", True, _to_json("sampling_parameters", dict(further)))
         )
@@ -264,7 +268,7 @@ def _describe(value: object) -> str:
 
 
 def _unknown_option(name: str) -> str:
-    if name in ("stream", *_ALWAYS_ASKED):
+    if name in ("stream", "return_num_output_tokens", *_ALWAYS_ASKED):
         return f"{name!r} is set by this client itself"
     known = [*_OPTION_TYPES, "sampling_parameters", "timeout_s", "request_id"]
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=_LEAST_SIMILARITY)

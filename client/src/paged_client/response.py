@@ -104,13 +104,16 @@ class GenerationBuilder:
 
 
 def _split(outputs: Mapping[str, Sequence[Any]]) -> list[Delta]:
-    """One delta for each element of `text_output`; `token_ids` are concatenated, `num_output_tokens` splits them."""
+    """One delta for each element of `text_output`; `token_ids` are concatenated, `num_output_tokens` splits them.
+
+    Without `num_output_tokens` they all belong to the only sequence.
+    """
     texts = outputs.get("text_output", ())
-    counts = outputs.get("num_output_tokens", [0] * len(texts))
+    token_ids = outputs.get("token_ids", ())
+    counts = outputs.get("num_output_tokens", [len(token_ids) if len(texts) == 1 else 0] * len(texts))
     reasons = outputs.get("finish_reason", [None] * len(texts))
     cumulative = outputs.get("cumulative_logprob", [None] * len(texts))
     logprobs = outputs.get("logprobs", [""] * len(texts))
-    token_ids = outputs.get("token_ids", ())
     deltas = []
     first_token = 0
     for index, text in enumerate(texts):

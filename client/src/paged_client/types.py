@@ -34,8 +34,8 @@ class Delta:
     """What one response adds to one sequence.
 
     `sequence_index` is 0 unless `n` > 1. `text` may be empty: a token can be half a character, and the last
-    response may bring nothing but the `finish_reason`, which is None until then. `token_ids` and `logprobs`
-    are filled only if they were asked for, `cumulative_logprob` too.
+    response may bring nothing but the `finish_reason`, which is None until then, also for a sequence that ended
+    before the others. `token_ids` and `logprobs` are filled only if they were asked for, `cumulative_logprob` too.
     """
 
     text: str

@@ -94,6 +94,17 @@ def test_several_sequences_have_their_own_text_and_end(server: FakeTriton, drive
     assert (result.text, result.cumulative_logprob) == ("ab", -1.0)
 
 
+def test_the_ids_of_one_sequence_are_their_own_count(server: FakeTriton, driver: Driver) -> None:
+    last = {"finish_reason": ["stop"], "num_input_tokens": [7]}
+    server.respond = lambda received: [
+        Send({"text_output": ["a"], "token_ids": [10]}),
+        Send({"text_output": ["bc"], "token_ids": [11, 12], **last}, is_final=True),
+    ]
+    deltas, result = driver.stream("x", return_token_ids=True)
+    assert [(delta.num_tokens, delta.token_ids) for delta in deltas] == [(1, (10,)), (2, (11, 12))]
+    assert (result.num_output_tokens, result.num_input_tokens, result.finish_reason) == (3, 7, "stop")
+
+
 def test_logprobs_are_typed(server: FakeTriton, driver: Driver) -> None:
     position = {"5": {"logprob": -0.5, "rank": 1, "decoded_token": "é"}, "9": {"logprob": None, "rank": 2}}
     server.respond = lambda received: [
@@ -164,6 +175,7 @@ def test_options_arrive_with_their_values(server: FakeTriton, driver: Driver) ->
         "return_finish_reason": [True],
         "return_num_input_tokens": [True],
         "return_num_output_tokens": [True],
+        "return_at_end": [True],
         "max_tokens": [2**40],
         "temperature": [0],
         "top_p": [0.5],
@@ -222,6 +234,7 @@ def test_grpc_tensors_have_the_declared_types_and_shapes(make_driver: MakeDriver
         "return_finish_reason": ("BOOL", [1]),
         "return_num_input_tokens": ("BOOL", [1]),
         "return_num_output_tokens": ("BOOL", [1]),
+        "return_at_end": ("BOOL", [1]),
     }
     assert {name: (received.datatypes[name], received.shapes[name]) for name in received.inputs} == expected
     assert received.parameters == {"triton_enable_empty_final_response": True}

@@ -128,8 +128,26 @@ def test_every_option_of_the_signature_can_be_sent() -> None:
         "return_finish_reason",
         "return_num_input_tokens",
         "return_num_output_tokens",
+        "return_at_end",
     }
     assert sent == set(options) | always
+
+
+@pytest.mark.parametrize(
+    ("options", "is_asked"),
+    [
+        ({}, True),
+        ({"return_token_ids": False}, True),
+        ({"return_token_ids": True}, False),
+        ({"return_token_ids": True, "n": 2}, True),
+        ({"return_token_ids": True, "num_return_sequences": 2}, True),
+        ({"return_token_ids": True, "sampling_parameters": {"n": 2}}, True),
+        ({"return_token_ids": True, "sampling_parameters": {"stop_token_ids": [1]}}, False),
+    ],
+)
+def test_counts_are_asked_for_where_token_ids_do_not_tell_them(options: Any, is_asked: bool) -> None:
+    request = build_request("x", options, stream=True)
+    assert request.has("return_num_output_tokens") == is_asked
 
 
 @pytest.mark.parametrize("name", ["stream", "return_finish_reason"])

@@ -55,6 +55,7 @@ SAMPLE_VALUES: dict[str, Any] = {
     "return_cumulative_logprob": True,
     "return_logprobs": True,
     "return_token_ids": True,
+    "return_at_end": True,
     "priority": -3,
     "timeout_ms": 1234,
 }

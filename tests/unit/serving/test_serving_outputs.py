@@ -96,6 +96,37 @@ def test_streamed_counts_and_ids_are_those_since_the_response_before() -> None:
     assert values(last)["finish_reason"] == ["stop"]
 
 
+@pytest.mark.parametrize("at_end", [False, True])
+def test_what_is_the_same_in_every_response_can_be_left_to_the_last(at_end: bool) -> None:
+    stream = assembler(
+        stream=True,
+        n=2,
+        return_at_end=at_end,
+        return_finish_reason=True,
+        return_num_input_tokens=True,
+        return_num_output_tokens=True,
+    )
+    first = stream.add([output("a", 1), output("b", 2, index=1, finish_reason=FinishReason.STOP)])
+    repeated = {} if at_end else {"finish_reason": ["None", "stop"], "num_input_tokens": [4]}
+    assert values(first) == {"text_output": ["a", "b"], "num_output_tokens": [1, 1], **repeated}
+    assert values(stream.add([output("c", 3, finish_reason=FinishReason.LENGTH)])) == {
+        "text_output": ["c", ""],
+        "num_output_tokens": [1, 0],
+        "finish_reason": ["length", "stop"],
+        "num_input_tokens": [4],
+    }
+
+
+def test_an_array_that_is_the_one_of_the_response_before_has_its_content() -> None:
+    stream = assembler(stream=True, return_finish_reason=True, return_num_output_tokens=True)
+    responses = [stream.add([output(text, *range(len(text)))]) for text in ("a", "b", "cd", "ef")]
+    arrays = [response.tensors for response in responses if response is not None]
+    contents = [values(response) for response in responses]
+    assert [content["num_output_tokens"] for content in contents] == [[1], [1], [2], [2]]
+    assert arrays[0]["num_output_tokens"] is arrays[1]["num_output_tokens"]
+    assert arrays[0]["finish_reason"] is arrays[3]["finish_reason"]
+
+
 def test_without_streaming_everything_is_in_one_response() -> None:
     whole = assembler(return_num_output_tokens=True, return_token_ids=True)
     assert whole.add([output("a", 1)]) is None

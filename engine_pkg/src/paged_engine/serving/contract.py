@@ -36,6 +36,7 @@ class Options(BaseModel):
     return_cumulative_logprob: Flag = Field(False, description="true or false")
     return_logprobs: Flag = Field(False, description="true or false")
     return_token_ids: Flag = Field(False, description="true or false")
+    return_at_end: Flag = Field(False, description="true or false")
     priority: Whole = Field(
         0, ge=-_MAX_INT32 - 1, le=_MAX_INT32, description="a whole number from -2^31 to 2^31 - 1"
     )

@@ -89,6 +89,7 @@ INPUTS: tuple[Input, ...] = (
     Input("return_cumulative_logprob", "TYPE_BOOL", Role.OPTION),
     Input("return_logprobs", "TYPE_BOOL", Role.OPTION),
     Input("return_token_ids", "TYPE_BOOL", Role.OPTION),
+    Input("return_at_end", "TYPE_BOOL", Role.OPTION),
     Input("priority", "TYPE_INT32", Role.OPTION),
     Input("timeout_ms", "TYPE_INT64", Role.OPTION),
     Input("beam_width", "TYPE_INT32", Role.NEUTRAL),

@@ -31,7 +31,10 @@ _FLOAT32_LOWEST = float(np.finfo(np.float32).min)
 
 @dataclass(frozen=True)
 class Response:
-    """One response: tensors, or an error. The last one of a request is final."""
+    """One response: tensors, or an error. The last one of a request is final.
+
+    An array that is the same object as in the response before has the same content: what was made of it can be used again.
+    """
 
     tensors: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     error: RequestError | None = None
@@ -84,6 +87,7 @@ class ResponseAssembler:
         self._pending = [_Pending(text=prompt_text) for _ in range(num_sequences)]
         self._finish_reasons: list[FinishReason | None] = [None] * num_sequences
         self._cumulative_logprobs = [0.0] * num_sequences
+        self._repeated: dict[str, tuple[list[Any], npt.NDArray[Any]]] = {}
 
     def add(self, outputs: Sequence[Output]) -> Response | None:
         """Take what one step brought; returns the response to send now, if there is one."""
@@ -112,14 +116,16 @@ class ResponseAssembler:
         pending = self._pending
         self._pending = [_Pending() for _ in pending]
         options = self._options
+        is_due = is_final or not options.return_at_end
         tensors = {"text_output": _strings([item.text for item in pending])}
-        if options.return_finish_reason:
+        if options.return_finish_reason and is_due:
             reasons = ["None" if reason is None else reason.value for reason in self._finish_reasons]
-            tensors["finish_reason"] = _strings(reasons)
-        if options.return_num_input_tokens:
-            tensors["num_input_tokens"] = np.array([self._num_prompt_tokens], np.uint32)
+            tensors["finish_reason"] = self._repeat("finish_reason", reasons, _strings)
+        if options.return_num_input_tokens and is_due:
+            tensors["num_input_tokens"] = self._repeat("num_input_tokens", [self._num_prompt_tokens], _counts)
         if options.return_num_output_tokens:
-            tensors["num_output_tokens"] = np.array([len(item.token_ids) for item in pending], np.uint32)
+            counts = [len(item.token_ids) for item in pending]
+            tensors["num_output_tokens"] = self._repeat("num_output_tokens", counts, _counts)
         if options.return_token_ids:
             tensors["token_ids"] = np.array([token for item in pending for token in item.token_ids], np.int32)
         if options.return_cumulative_logprob:
@@ -130,6 +136,15 @@ class ResponseAssembler:
         if self._owes_prompt_logprobs:
             tensors["prompt_logprobs"] = _strings([self._take_prompt_logprobs()])
         return Response(tensors, is_final=is_final)
+
+    def _repeat(
+        self, name: str, values: list[Any], to_array: Callable[[list[Any]], npt.NDArray[Any]]
+    ) -> npt.NDArray[Any]:
+        """The array of these values: the one of the response before, if they are still the same."""
+        before = self._repeated.get(name)
+        if before is None or before[0] != values:
+            before = self._repeated[name] = values, to_array(values)
+        return before[1]
 
     def _take_prompt_logprobs(self) -> str:
         """As JSON; null where the request ended before its prompt was computed."""
@@ -158,6 +173,10 @@ class ResponseAssembler:
             "rank": rank,
             "decoded_token": self._decode_token(token_id),
         }
+
+
+def _counts(values: Sequence[int]) -> npt.NDArray[np.uint32]:
+    return np.array(values, np.uint32)
 
 
 def _strings(values: Sequence[str]) -> npt.NDArray[np.object_]:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
 from paged_engine.config import EngineConfig
@@ -85,11 +86,14 @@ class TritonResponder:
 
     def __init__(self, sender: Any) -> None:
         self._sender = sender
+        self._tensors: dict[str, tuple[npt.NDArray[Any], Any]] = {}
+        """The last response's, each with the array it was made of: it stays in shared memory and can be sent again."""
 
     def prepare(self, response: Response) -> Callable[[], None]:
         """See `Responder.prepare`."""
+        self._tensors = {name: self._tensor(name, array) for name, array in response.tensors.items()}
         message = pb_utils.InferenceResponse(
-            output_tensors=[pb_utils.Tensor(name, array) for name, array in response.tensors.items()],
+            output_tensors=[tensor for _, tensor in self._tensors.values()],
             error=None if response.error is None else _triton_error(response.error),
         )
         flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if response.is_final else 0
@@ -98,6 +102,12 @@ class TritonResponder:
     def cancelled(self) -> bool:
         """See `Responder.cancelled`."""
         return bool(self._sender.is_cancelled())
+
+    def _tensor(self, name: str, array: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
+        before = self._tensors.get(name)
+        if before is not None and before[0] is array:
+            return before
+        return array, pb_utils.Tensor(name, array)
 
 
 def _triton_error(error: Any) -> Any:
