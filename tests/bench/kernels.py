@@ -120,7 +120,7 @@ def bench_linear(
 def bench_attention(
     kernels: NativeKernels, roofline: Roofline, page_size: int, title: str, repeats: int
 ) -> None:
-    """SmolLM2-135M's attention: 9 query heads, 3 KV heads of 64, bf16, pages in bf16 or int8; writes the step's keys and values."""
+    """SmolLM2-135M's attention: 9 query heads, 3 KV heads of 64, bf16 over pages in bf16 or int8, which are written, too."""
     contexts, queries = CONTEXTS[title]
     batch = trial_batch(contexts, queries, page_size)
     query, key, value = (torch.randn(batch.num_tokens, heads, 64).bfloat16() for heads in (9, 3, 3))

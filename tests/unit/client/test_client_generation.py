@@ -95,7 +95,7 @@ def test_several_sequences_have_their_own_text_and_end(server: FakeTriton, drive
 
 
 def test_the_ids_of_one_sequence_are_their_own_count(server: FakeTriton, driver: Driver) -> None:
-    last = {"finish_reason": ["stop"], "num_input_tokens": [7]}
+    last: dict[str, list[Any]] = {"finish_reason": ["stop"], "num_input_tokens": [7]}
     server.respond = lambda received: [
         Send({"text_output": ["a"], "token_ids": [10]}),
         Send({"text_output": ["bc"], "token_ids": [11, 12], **last}, is_final=True),

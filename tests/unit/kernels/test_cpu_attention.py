@@ -17,7 +17,9 @@ pytestmark = pytest.mark.parametrize("backend", ["cpu"])
 
 def test_cache_in_float8(backend: str) -> None:  # type: ignore[no-redef]
     """The one case of the suite that this backend does not take, and says so."""
-    with pytest.raises(BackendUnsupported, match=r"must be float32, bfloat16, float16 or int8, got torch\.float8"):
+    with pytest.raises(
+        BackendUnsupported, match=r"must be float32, bfloat16, float16 or int8, got torch\.float8"
+    ):
         PagedRun(BACKENDS[backend], Case(cache_dtype=torch.float8_e4m3fn))
 
 
