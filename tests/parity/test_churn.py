@@ -156,6 +156,9 @@ def assert_is_as_alone(
         ),
         pytest.param(7, 400, {"num_pages": 22, "look_ahead": True}, marks=pytest.mark.slow),
         pytest.param(
+            9, 400, {"num_pages": 6, "page_size": 16, "kv_cache_dtype": "int8"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
             8,
             400,
             {"num_pages": 26, "look_ahead": True, "enable_prefix_caching": False, "max_num_tokens": 9},
@@ -167,7 +170,14 @@ def test_each_of_many_requests_is_as_if_alone(
     checkpoint: Path, seed: int, count: int, parameters: dict[str, Any]
 ) -> None:
     rng = random.Random(seed)
-    solo = engine(checkpoint, max_seq_len=MAX_SEQ_LEN, max_num_tokens=512, enable_prefix_caching=False)
+    solo = engine(
+        checkpoint,
+        max_seq_len=MAX_SEQ_LEN,
+        max_num_tokens=512,
+        enable_prefix_caching=False,
+        kv_cache_dtype=parameters.get("kv_cache_dtype", "auto"),
+        page_size=parameters.get("page_size", 4),
+    )
     looks_ahead = "look_ahead" in parameters
     if looks_ahead:
         defer(solo)  # with top_p alone a seed brings other tokens on other devices
