@@ -131,13 +131,13 @@ def bench_attention(
         "native": CpuAttention(setup, kernels),
         "native int8": CpuAttention(in_int8, kernels),
     }
-    num_slots = (int(batch.page_indices.max()) + 1) * page_size
-    whole = trial_batch((num_slots,), (num_slots,), page_size)
+    num_pages = int(batch.page_indices.max()) + 1
+    filling = trial_batch((page_size,) * num_pages, (page_size,) * num_pages, page_size)
     for name, backend in backends.items():
         dtype = torch.int8 if "int8" in name else torch.bfloat16
-        backend.bind(0, torch.zeros(num_slots // page_size, *backend.page_shape(0), dtype=dtype))
-        backend.plan(whole)
-        backend.attend(0, *(torch.randn(num_slots, heads, 64).bfloat16() for heads in (9, 3, 3)))
+        backend.bind(0, torch.zeros(num_pages, *backend.page_shape(0), dtype=dtype))
+        backend.plan(filling)
+        backend.attend(0, *(torch.randn(filling.num_tokens, heads, 64).bfloat16() for heads in (9, 3, 3)))
         backend.plan(batch)
     times = compare(
         {
