@@ -155,3 +155,15 @@ def test_nan_in_int8_pages_or_queries_shows(kernels: NativeKernels) -> None:
     output = attend(kernels, context, ranges)
     assert output[20, 3].isnan().all()
     assert torch.equal(output[20, :3], healthy[20, :3])
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-38])
+def test_a_query_of_nothing_sees_all_keys_alike_over_int8_pages(
+    kernels: NativeKernels, magnitude: float
+) -> None:
+    """Its scale is none, and what is hidden stays hidden: behind the last token, and before a window."""
+    context = Context(AttentionSpec(4, 2, 32, 0.2, sliding_window=20), [45], 16, cache_dtype=torch.int8)
+    context.queries[0].fill_(magnitude)
+    batch, query = context.step([(0, 0, 45)])
+    expected = reference.attention(query, context.cache, context.spec, batch)
+    torch.testing.assert_close(attend(kernels, context, [(0, 0, 45)]), expected, rtol=0, atol=3e-4)

@@ -169,3 +169,38 @@ def test_the_instance_is_a_label_where_there_are_several(
     assert instance_labels([{"count": 2}]) == {"llm_0_1"}
     assert instance_labels([{"count": 1, "gpus": [0, 1]}]) == {"llm_0_1"}
     assert registry.value("llm_requests_total", model="llm", version="3") == 0
+
+
+def test_only_what_has_changed_since_the_response_before_is_made_again(
+    triton: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor of another response, of another array or of the response before last is never sent instead."""
+    sent: list[dict[str, tuple[Any, list[int]]]] = []
+    monkeypatch.setattr(
+        triton.pb_utils, "Tensor", lambda name, array: SimpleNamespace(name=name, array=array.copy()), raising=False
+    )
+    monkeypatch.setattr(
+        triton.pb_utils, "InferenceResponse", lambda output_tensors, error: output_tensors, raising=False
+    )
+    sender = SimpleNamespace(
+        send=lambda tensors, flags: sent.append({each.name: (each, each.array.tolist()) for each in tensors})
+    )
+    responder = triton.TritonResponder(sender)
+    kept, once = np.array([7]), np.array([1])
+    for tensors in (
+        {"a": kept, "b": once},
+        {"a": kept, "b": np.array([2])},
+        {"b": once},
+        {"a": kept, "b": once},
+    ):
+        responder.prepare(triton.Response(tensors))()
+    assert [{name: content for name, (_, content) in each.items()} for each in sent] == [
+        {"a": [7], "b": [1]},
+        {"a": [7], "b": [2]},
+        {"b": [1]},
+        {"a": [7], "b": [1]},
+    ]
+    first, second, third, fourth = sent
+    assert first["a"][0] is second["a"][0]
+    assert third["b"][0] is fourth["b"][0]
+    assert len({id(each["b"][0]) for each in (first, second, third)}) == 3

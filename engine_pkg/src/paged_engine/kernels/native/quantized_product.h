@@ -9,7 +9,9 @@
 namespace {
 
 constexpr int kLineBytes = 64;               // of a cache
-// How many rows go with 1, 2 or 4 panels, see panels.h; totals take registers too.
+constexpr int kSumStride = 4 * kPanelWidth;  // floats from one row of sums to the next
+
+// How many rows go with 1, 2 or 4 panels; fewer than in panels.h, since totals take registers too.
 #if defined(__AVX512F__)
 constexpr int kCodeRowsWith1 = 0, kCodeRowsWith2 = 9, kCodeRowsWith4 = 2;
 #elif defined(__AVX2__)
@@ -17,7 +19,6 @@ constexpr int kCodeRowsWith1 = 4, kCodeRowsWith2 = 0, kCodeRowsWith4 = 0;
 #else
 constexpr int kCodeRowsWith1 = 2, kCodeRowsWith2 = 0, kCodeRowsWith4 = 0;
 #endif
-constexpr int kSumStride = 4 * kPanelWidth;  // floats from one row of sums to the next
 
 // c[r][n * 16 + j] = sum over the depth of row r times channel j of panel n, for Rows rows and the Count panels from `first`
 // on. Pairs of panels begin where `pairs` says; from `upcoming` on, `fetched` bytes a step are read for later. Rows of c lie
