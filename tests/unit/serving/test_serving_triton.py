@@ -177,7 +177,10 @@ def test_only_what_has_changed_since_the_response_before_is_made_again(
     """A tensor of another response, of another array or of the response before last is never sent instead."""
     sent: list[dict[str, tuple[Any, list[int]]]] = []
     monkeypatch.setattr(
-        triton.pb_utils, "Tensor", lambda name, array: SimpleNamespace(name=name, array=array.copy()), raising=False
+        triton.pb_utils,
+        "Tensor",
+        lambda name, array: SimpleNamespace(name=name, array=array.copy()),
+        raising=False,
     )
     monkeypatch.setattr(
         triton.pb_utils, "InferenceResponse", lambda output_tensors, error: output_tensors, raising=False
